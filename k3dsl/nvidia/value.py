@@ -110,12 +110,15 @@ def arguments(key: ValueKey, *, latent: Any, weight: Any, gate: Any, lengths: An
     elif len(tuple(lengths.shape)) != 1 or lengths.shape[0] < rows // q:
         bad.append(f"lengths has shape {tuple(lengths.shape)}, must be 1-D with at least {rows // q} entries")
     if not bad:
-        head_stride, latent_stride, v_stride = (int(s) for s in weight.stride())
-        if latent_stride != 1 or head_stride % 8 or v_stride % 8 or min(head_stride, v_stride) < 0:
+        # The stride of an axis of one is never multiplied by anything but 0, so any value of it is served.
+        head_stride = int(weight.stride(0)) if h > 1 else 0
+        v_stride = int(weight.stride(2))
+        gate_pitch = int(gate.stride(0)) if rows > 1 else 0
+        if weight.stride(1) != 1 or not all(0 <= s < 2**31 and s % 8 == 0 for s in (head_stride, v_stride)):
             bad.append(
-                f"weight has strides {tuple(weight.stride())}: the latent axis must have 1, others multiples of 8"
+                f"weight has strides {tuple(weight.stride())}: the latent axis must have 1, the others multiples of 8"
             )
-        if gate.stride(1) != 1 or gate.stride(0) % 2 or gate.stride(0) < 0:
+        if gate.stride(1) != 1 or not 0 <= gate_pitch < 2**31 or gate_pitch % 2:
             bad.append(f"gate has strides {tuple(gate.stride())}: the last must be 1, the row stride even")
     if bad:
         raise ConfigError.of("MlaValue", bad)
@@ -129,5 +132,5 @@ def arguments(key: ValueKey, *, latent: Any, weight: Any, gate: Any, lengths: An
         "q": q,
         "head_stride": head_stride,
         "v_stride": v_stride,
-        "gate_pitch": int(gate.stride(0)),
+        "gate_pitch": gate_pitch,
     }

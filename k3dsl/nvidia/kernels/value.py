@@ -185,7 +185,7 @@ class MlaValue:
         gate0, gate1 = _sigmoid(x0), _sigmoid(x1)
         cute.arch.barrier()
 
-        # thread = 64 * (2m + h) + 8 * g + 4 * n + c. Threads beyond the tile repeat the work of others and store nothing:
+        # thread = 64 * (2m + h) + 8 * g + 4 * n + c. Threads beyond the tile repeat others' work and store nothing:
         # so this stays one basic block (in a branch, ptxas would sink the whole sigmoid behind the barrier).
         n = (thread % 8) // 4
         m2h = (thread // 64) % (2 * m_tiles)
