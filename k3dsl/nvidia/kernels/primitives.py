@@ -72,11 +72,11 @@ def ldg_pair_if(address, live, other, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stg16(address, word, *, loc=None, ip=None):
-    """The low half of a word."""
+def stg16_if(address, word, live, *, loc=None, ip=None):
+    """The low half of a word, if `live`."""
     emit(
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; st.global.b16 [$0], l; }",
-        ins=[("l", address), ("r", word)],
+        "{ .reg .pred p; .reg .b16 l, h; setp.ne.s32 p, $2, 0; mov.b32 {l, h}, $1; @p st.global.b16 [$0], l; }",
+        ins=[("l", address), ("r", word), ("r", Int32(live))],
         clobber=True,
         loc=loc,
         ip=ip,
@@ -84,15 +84,11 @@ def stg16(address, word, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stg32(address, word, *, loc=None, ip=None):
-    emit("st.global.b32 [$0], $1;", ins=[("l", address), ("r", word)], clobber=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def stg64(address, a, b, *, loc=None, ip=None):
+def stg32_if(address, word, live, *, loc=None, ip=None):
+    """A word, if `live`."""
     emit(
-        "st.global.v2.b32 [$0], {$1, $2};",
-        ins=[("l", address), ("r", a), ("r", b)],
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }",
+        ins=[("l", address), ("r", word), ("r", Int32(live))],
         clobber=True,
         loc=loc,
         ip=ip,
@@ -100,10 +96,23 @@ def stg64(address, a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stg128(address, words, *, loc=None, ip=None):
+def stg64_if(address, a, b, live, *, loc=None, ip=None):
+    """Two words, if `live`."""
     emit(
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-        ins=[("l", address), *(("r", w) for w in words)],
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }",
+        ins=[("l", address), ("r", a), ("r", b), ("r", Int32(live))],
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def stg128_if(address, words, live, *, loc=None, ip=None):
+    """Four words, if `live`."""
+    emit(
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+        ins=[("l", address), *(("r", w) for w in words), ("r", Int32(live))],
         clobber=True,
         loc=loc,
         ip=ip,
@@ -160,8 +169,15 @@ def lds_f32x4(shared, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts_f32(shared, x, *, loc=None, ip=None):
-    emit("st.shared.f32 [$0], $1;", ins=[("r", shared), ("f", x)], clobber=True, loc=loc, ip=ip)
+def sts_f32_if(shared, x, live, *, loc=None, ip=None):
+    """A float, if `live`."""
+    emit(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1; }",
+        ins=[("r", shared), ("f", x), ("r", Int32(live))],
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op
@@ -169,6 +185,18 @@ def sts128(shared, words, *, loc=None, ip=None):
     emit(
         "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
         ins=[("r", shared), *(("r", w) for w in words)],
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def sts128_if(shared, words, live, *, loc=None, ip=None):
+    """Four words, if `live`."""
+    emit(
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }",
+        ins=[("r", shared), *(("r", w) for w in words), ("r", Int32(live))],
         clobber=True,
         loc=loc,
         ip=ip,
@@ -221,7 +249,7 @@ def mbarrier_wait_cluster(barrier, *, loc=None, ip=None):
 @dsl_user_op
 def map_to_peer(shared, rank, *, loc=None, ip=None):
     """The shared::cluster address of `shared` in the CTA of rank `rank`."""
-    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", [("r", shared), ("r", rank)], side=False, loc=loc, ip=ip)
+    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", [("r", shared), ("r", Int32(rank))], side=False, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -1,0 +1,168 @@
+"""Host facts of MlaQuery: from the packed projection to absorbed, quantized queries and the cache entries of the step.
+
+For row b and head h, with c_q, c_kv, k_pe = projected[b, 0:1536], [b, 1536:2048], [b, 2048:2112]:
+
+    x    = bf((c_q * rsqrt(mean(c_q^2) + eps)) * g_q)
+    u[j] = bf(sum_k W_qb[192 h + j, k] x[k])                     j in 0..191
+    a[l] = bf(sum_p u[p] W_UK[h, p, l])                          p in 0..127, l in 0..511
+    n    = bf((c_kv * rsqrt(mean(c_kv^2) + eps)) * g_kv)
+
+    query[b, h] = a, u[128:192]           fp8: each bf16 value times q_scale_inv, then e4m3; bf16: as they are
+    cache[slot] = n, k_pe                 fp8: times k_scale_inv, then e4m3; bf16: as they are; no write if slot < 0
+
+with float32 sums. One launch of clusters of 8 CTAs: cluster (head, row tile), CTA `part` of it. The device code is in
+`kernels/query_*.py`; docs/query.md says who owns what and why there are two schedules.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from k3dsl.errors import ConfigError
+from k3dsl.nvidia.driver import Launch, Param
+
+LORA: Final = 1536  # q latent
+NOPE: Final = 128
+QK: Final = 192  # rows of W_qb a head: nope and rope
+LATENT: Final = 512
+ENTRY: Final = 576  # latent and rope part, of a query and of a cache entry
+CLUSTER: Final = 8  # the largest portable cluster
+THREADS: Final = 256
+WARPS: Final = THREADS // 32
+#: Most rows of a launch: the query scratch that all layers share has 64.
+MAX_ROWS: Final = 64
+MAX_HEADS: Final = 128
+#: Bytes of one element of the query and of the cache.
+ELEMENT: Final = {"fp8": 1, "bf16": 2}
+#: Row tiles of each schedule.
+TILES: Final = {"narrow": (1, 2, 4, 8), "wide": (16, 32, 48, 64)}
+TARGETS: Final = ("sm_90a", "sm_100a", "sm_103a")
+
+#: Rows of W_qb and columns of W_UK that a CTA owns.
+PART_ROWS: Final = QK // CLUSTER
+PART_COLUMNS: Final = LATENT // CLUSTER
+
+# Shared memory. The odd 64 and 16 bytes are there so that no access finds two of its lanes in one bank.
+UK_PITCH: Final = PART_COLUMNS * 2 + 16  # bytes of a staged row of W_UK
+X_PITCH_NARROW: Final = LORA * 2 + 64  # bytes of a normalized row, all 1536 columns
+X_CHUNK: Final = 32 * 16 * 2 + 64  # bytes of 16 normalized rows, 32 columns, as two A fragments of 16 bytes a lane
+UNIT: Final = 512  # bytes of one 16 x 8 accumulator tile in fragment order: 32 lanes, 4 floats
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Byte offsets into a CTA's dynamic shared memory."""
+
+    uk: int  # the staged slice of W_UK
+    x: int  # normalized rows
+    sums: int  # narrow: partial sums of the warps; wide: those of the cluster's CTAs, for the rows of W_qb of this one
+    u: int  # nope part of u of the head, bf16, in the order of the absorbing MMA's fragments
+    scale: int  # narrow: partial sums of squares; wide: one factor a row
+    barriers: int
+    total: int
+
+
+@dataclass(frozen=True)
+class QueryKey:
+    """What reaches codegen. Rows, heads, strides, page size and eps are arguments of the kernel or of its launch."""
+
+    schedule: str  # "narrow" or "wide"
+    tile: int  # rows of a cluster
+    kv_format: str  # "fp8" or "bf16"
+
+    name: ClassVar[str] = "mla_query"
+    device_module: ClassVar[str] = "k3dsl.nvidia.kernels.query"
+    params: ClassVar[tuple[Param, ...]] = (
+        Param("projected", "ptr"),  # bf16 [rows, >= 2112], row stride row_pitch, rows 16-byte aligned
+        Param("q_norm", "ptr"),  # bf16 [1536]
+        Param("kv_norm", "ptr"),  # bf16 [512]
+        Param("q_b", "ptr"),  # bf16 [heads * 192, 1536], contiguous, 16-byte aligned
+        Param("w_uk", "ptr"),  # bf16 [heads, 128, 512], strides (uk_head_stride, uk_stride, 1), rows 16-byte aligned
+        Param("q_scale_inv", "ptr"),  # f32 [1]; not read for bf16
+        Param("k_scale_inv", "ptr"),  # f32 [1]; not read for bf16
+        Param("slots", "ptr"),  # int64 [rows]
+        Param("cache", "ptr"),  # [pages, page, 576]; strides below, entries 8-byte (fp8) or 16-byte (bf16) aligned
+        Param("query", "ptr"),  # [rows, heads, 576], contiguous, 16-byte aligned
+        Param("rows", "i32"),
+        Param("row_pitch", "i32"),  # of projected, elements
+        Param("page_shift", "i32"),  # log2 of the tokens of a page
+        Param("uk_head_stride", "i64"),  # elements
+        Param("uk_stride", "i64"),  # elements
+        Param("page_stride", "i64"),  # of cache, elements
+        Param("token_stride", "i64"),  # of cache, elements
+        Param("eps", "f32"),
+    )
+
+
+def supports(key: QueryKey, target: str) -> list[str]:
+    """Reasons why `key` cannot be built for `target`; empty if it can."""
+    bad = []
+    if key.schedule not in TILES:
+        bad.append(f"schedule={key.schedule!r} must be one of {', '.join(TILES)}")
+    elif key.tile not in TILES[key.schedule]:
+        bad.append(f"tile={key.tile!r} must be one of {', '.join(map(str, TILES[key.schedule]))} ({key.schedule})")
+    if key.kv_format not in ELEMENT:
+        bad.append(f"kv_format={key.kv_format!r} must be one of {', '.join(ELEMENT)}")
+    if target not in TARGETS:
+        bad.append(f"target={target!r} must be one of {', '.join(TARGETS)}")
+    return bad
+
+
+def smem(schedule: str, tile: int) -> Smem:
+    """The shared memory of a CTA."""
+    uk = 0
+    x = uk + NOPE * UK_PITCH
+    if schedule == "narrow":
+        sums = x + tile * X_PITCH_NARROW
+        u = sums + WARPS * tile * PART_ROWS * 4
+    else:
+        sums = x + tile // 16 * (LORA // CLUSTER // 32) * X_CHUNK
+        u = sums + CLUSTER * (tile // 16) * (PART_ROWS // 8) * UNIT
+    # A fragment word holds two p of one row; below 16 rows, rows 8..15 of the MMA do not exist and have no words.
+    scale = u + max(8, tile) * NOPE * 2
+    barriers = scale + max(16, tile) * 4
+    return Smem(uk, x, sums, u, scale, barriers, barriers + 32)
+
+
+def config(heads: int, rows: int, kv_format: str) -> QueryKey:
+    """The build that serves `rows` rows of `heads` heads.
+
+    Up to 8 rows every CTA of a cluster normalizes all rows itself ("narrow"). From 9 on that is the largest part of the
+    kernel's time, so the CTAs split the 1536 columns instead and exchange sums ("wide"). With few heads, two tiles of 32
+    rows keep twice as many SMs busy as one of 64.
+    """
+    _check(heads, rows)
+    if rows <= 8:
+        return QueryKey("narrow", next(t for t in TILES["narrow"] if t >= rows), kv_format)
+    most = 64 if heads > 8 else 32
+    return QueryKey("wide", next(t for t in TILES["wide"] if t >= min(rows, most)), kv_format)
+
+
+def configs(heads: int, rows: range, kv_format: str) -> list[QueryKey]:
+    """The builds that serve all these row counts, each once."""
+    return list(dict.fromkeys(config(heads, r, kv_format) for r in rows))
+
+
+def geometry(key: QueryKey, *, heads: int, rows: int) -> Launch:
+    """The launch for `rows` rows of `heads` heads: grid (part, head, row tile). Any key serves any such pair."""
+    _check(heads, rows)
+    return Launch(
+        grid=(CLUSTER, heads, -(-rows // key.tile)),
+        block=(THREADS, 1, 1),
+        cluster=(CLUSTER, 1, 1),
+        smem=smem(key.schedule, key.tile).total,
+        pdl=True,
+    )
+
+
+def page_shift(page: int) -> int:
+    """log2 of the page size. Raises ConfigError unless it is a power of two."""
+    if type(page) is not int or page < 1 or page & (page - 1):
+        raise ConfigError(f"page={page!r}: the tokens of a cache page must be a power of two")
+    return page.bit_length() - 1
+
+
+def _check(heads: int, rows: int) -> None:
+    if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
+        raise ConfigError(f"rows={rows!r} must be an int from 1 to {MAX_ROWS}")
+    if type(heads) is not int or not 1 <= heads <= MAX_HEADS:
+        raise ConfigError(f"heads={heads!r} must be an int from 1 to {MAX_HEADS}")
