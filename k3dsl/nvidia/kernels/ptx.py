@@ -4,12 +4,12 @@ Shared memory is addressed by 32-bit byte addresses (Int32), global memory by 64
 `emit`; instructions that touch memory or order it are volatile, arithmetic is not (so that the compiler may schedule or drop it).
 """
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 _TYPE = {"f": lambda: T.f32(), "r": lambda: T.i32(), "l": lambda: T.i64()}
-_WRAP = {"f": Float32, "r": Int32}
+_WRAP = {"f": Float32, "r": Int32, "l": Int64}
 
 
 def _value(x, loc, ip):
@@ -19,7 +19,7 @@ def _value(x, loc, ip):
 def emit(text, outs="", ins=(), tied=(), memory=False, volatile=True, loc=None, ip=None):
     """One inline-assembly statement.
 
-    outs: a letter per result, f (Float32) or r (Int32); they are $0, $1, ... ins: (constraint letter, value) pairs, numbered after
+    outs: a letter per result, f (Float32), r (Int32) or l (Int64); they are $0, $1, ... ins: (constraint letter, value) pairs, numbered after
     the results. tied: values that enter in the registers of results 0, 1, ... (read-write operands); they take no number of their
     own in `text`. memory: the statement reads or writes memory that others see. Gives None, one value or a list of values.
     """
