@@ -49,11 +49,11 @@ class Narrow:
         lane_in_row = at.thread - mine * (32 * self.row_warps)
         weight = [P.ldg_const(args.q_norm + self.chunk(lane_in_row, j) * 16) for j in range(self.chunks)]
         insert = parts.Insert(args, at, self.kv_format, tile, self.packed)
+        live = (mine < tile) & (at.row0 + mine < args.rows)
+        source = args.projected + Int64(at.row0 + mine) * Int64(args.row_pitch) * 2
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = (mine < tile) & (at.row0 + mine < args.rows)
-        source = args.projected + Int64(at.row0 + mine) * Int64(args.row_pitch) * 2
         raw = [P.ldg_if(source + self.chunk(lane_in_row, j) * 16, live) for j in range(self.chunks)]
         insert.load()
         scale = P.ldg_f32(args.q_scale_inv) if self.kv_format == "fp8" else None

@@ -111,14 +111,14 @@ class Insert:
         self.row = at.row0 + mine
         self.live = (mine < tile) & (self.row < args.rows)
         self.weight = [P.ldg_if(args.kv_norm + (at.lane + 32 * i) * 16, self.live) for i in range(2)]
+        self.slot_at = args.slots + Int64(self.row) * 8
+        self.source = args.projected + (Int64(self.row) * Int64(args.row_pitch) + facts.LORA) * 2 + at.lane * 16
 
     def load(self) -> None:
-        args, lane = self.args, self.at.lane
-        self.slot = P.ldg_pair_if(args.slots + Int64(self.row) * 8, self.live, -1)
-        entry = args.projected + (Int64(self.row) * Int64(args.row_pitch) + facts.LORA) * 2
-        self.latent = [P.ldg_if(entry + (lane + 32 * i) * 16, self.live) for i in range(2)]
-        self.rope = P.ldg_if(entry + facts.LATENT * 2 + lane * 16, self.live & (lane < 8))
-        self.scale = P.ldg_f32(args.k_scale_inv) if self.kv_format == "fp8" else None
+        self.latent = [P.ldg_if(self.source + i * 512, self.live) for i in range(2)]
+        self.rope = P.ldg_if(self.source + facts.LATENT * 2, self.live & (self.at.lane < 8))
+        self.slot = P.ldg_pair_if(self.slot_at, self.live, -1)
+        self.scale = P.ldg_f32(self.args.k_scale_inv) if self.kv_format == "fp8" else None
 
     def store(self) -> None:
         """Under `if insert.wanted():`, which is uniform over the warp."""
