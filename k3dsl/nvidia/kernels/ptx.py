@@ -1,7 +1,8 @@
 """PTX that the kernels need and the DSL does not offer: one function an instruction, operands in plain registers.
 
-Shared memory is addressed by 32-bit byte addresses (Int32), global memory by 64-bit addresses (Int64). Everything goes through
-`emit`; instructions that touch memory or order it are volatile, arithmetic is not (so that the compiler may schedule or drop it).
+Shared memory is addressed by 32-bit byte addresses (Int32), global memory by 64-bit addresses (Int64); `offset` is a
+Python int that becomes part of the instruction. Everything goes through `emit`: statements that touch memory or order it
+are volatile, arithmetic is not, so that the compiler may schedule or drop it.
 """
 
 from cutlass import Float32, Int32, Int64
@@ -58,24 +59,24 @@ def _list(first, n):
 
 
 @dsl_user_op
-def ldsm_x4_t(addr, *, loc=None, ip=None):
+def ldsm_x4_t(addr, offset=0, *, loc=None, ip=None):
     """ldmatrix.x4.trans of 16-bit units: 32 rows (an address a lane) of 16 bytes."""
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
+    text = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];"
     return emit(text, "rrrr", [("r", addr)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def stsm_t(addr, regs, *, loc=None, ip=None):
+def stsm_t(addr, regs, offset=0, *, loc=None, ip=None):
     """stmatrix.trans of 2 or 4 8x8 matrices of 16-bit units; lane 8k + i holds the address of column i of matrix k."""
     n = len(regs)
-    text = f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0], {_list(1, n)};"
+    text = f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{offset}], {_list(1, n)};"
     emit(text, ins=[("r", addr), *(("r", x) for x in regs)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def sts_b16(addr, v, *, loc=None, ip=None):
+def sts_b16(addr, v, offset=0, *, loc=None, ip=None):
     """Store the low half of a 32-bit register."""
-    text = "{.reg .b16 l,h; mov.b32 {l,h}, $1; st.shared.b16 [$0], l;}"
+    text = f"{{.reg .b16 l,h; mov.b32 {{l,h}}, $1; st.shared.b16 [$0+{offset}], l;}}"
     emit(text, ins=[("r", addr), ("r", v)], memory=True, loc=loc, ip=ip)
 
 
@@ -85,8 +86,8 @@ def sts_f32(addr, a, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts_v2f(addr, a, b, *, loc=None, ip=None):
-    emit("st.shared.v2.f32 [$0], {$1,$2};", ins=[("r", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
+def sts_v2f(addr, a, b, offset=0, *, loc=None, ip=None):
+    emit(f"st.shared.v2.f32 [$0+{offset}], {{$1,$2}};", ins=[("r", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -96,8 +97,8 @@ def sts_v4f(addr, a, b, c, d, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts_zero16(addr, *, loc=None, ip=None):
-    text = "{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z,z,z,z};}"
+def sts_zero16(addr, offset=0, *, loc=None, ip=None):
+    text = f"{{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0+{offset}], {{z,z,z,z}};}}"
     emit(text, ins=[("r", addr)], memory=True, loc=loc, ip=ip)
 
 
@@ -107,8 +108,8 @@ def lds_f32(addr, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def lds_v2f(addr, *, loc=None, ip=None):
-    return emit("ld.shared.v2.f32 {$0,$1}, [$2];", "ff", [("r", addr)], memory=True, loc=loc, ip=ip)
+def lds_v2f(addr, offset=0, *, loc=None, ip=None):
+    return emit(f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];", "ff", [("r", addr)], memory=True, loc=loc, ip=ip)
 
 
 # ---- global memory
@@ -142,13 +143,13 @@ def stg_b32(addr, v, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stg_f32(addr, v, *, loc=None, ip=None):
-    emit("st.global.f32 [$0], $1;", ins=[("l", addr), ("f", v)], memory=True, loc=loc, ip=ip)
+def stg_f32(addr, v, offset=0, *, loc=None, ip=None):
+    emit(f"st.global.f32 [$0+{offset}], $1;", ins=[("l", addr), ("f", v)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def stg_v2f(addr, a, b, *, loc=None, ip=None):
-    emit("st.global.v2.f32 [$0], {$1,$2};", ins=[("l", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
+def stg_v2f(addr, a, b, offset=0, *, loc=None, ip=None):
+    emit(f"st.global.v2.f32 [$0+{offset}], {{$1,$2}};", ins=[("l", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
 
 
 # ---- arithmetic
