@@ -1,7 +1,7 @@
 """PTX that the kernels need and the DSL does not offer: one function an instruction, operands in plain registers.
 
 Shared memory is addressed by 32-bit byte addresses (Int32), global memory by 64-bit addresses (Int64); `offset` is a
-Python int that becomes part of the instruction. Everything goes through `emit`: statements that touch memory or order it
+Python int that becomes part of the instruction. All goes through `emit`: statements that touch memory or order it
 are volatile, arithmetic is not, so that the compiler may schedule or drop it.
 """
 
@@ -20,9 +20,10 @@ def _value(x, loc, ip):
 def emit(text, outs="", ins=(), tied=(), memory=False, volatile=True, loc=None, ip=None):
     """One inline-assembly statement.
 
-    outs: a letter per result, f (Float32), r (Int32) or l (Int64); they are $0, $1, ... ins: (constraint letter, value) pairs, numbered after
-    the results. tied: values that enter in the registers of results 0, 1, ... (read-write operands); they take no number of their
-    own in `text`. memory: the statement reads or writes memory that others see. Gives None, one value or a list of values.
+    outs: a letter per result, f (Float32), r (Int32) or l (Int64); they are $0, $1, ... ins: (constraint letter, value)
+    pairs, numbered after the results. tied: values that enter in the registers of results 0, 1, ... (read-write
+    operands); they take no number of their own in `text`. memory: the statement reads or writes memory that others see.
+    Gives None, one value or a list of values.
     """
     cons = ["=" + o for o in outs] + [c for c, _ in ins] + [str(i) for i in range(len(tied))]
     if memory:
@@ -87,7 +88,8 @@ def sts_f32(addr, a, *, loc=None, ip=None):
 
 @dsl_user_op
 def sts_v2f(addr, a, b, offset=0, *, loc=None, ip=None):
-    emit(f"st.shared.v2.f32 [$0+{offset}], {{$1,$2}};", ins=[("r", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
+    text = f"st.shared.v2.f32 [$0+{offset}], {{$1,$2}};"
+    emit(text, ins=[("r", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -126,8 +128,13 @@ def ldg_v2f(addr, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ldg_v4f(addr, *, loc=None, ip=None):
-    return emit("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", [("l", addr)], memory=True, loc=loc, ip=ip)
+def ldg_v4f_below(addr, i, n, *, loc=None, ip=None):
+    """Four floats if i < n, else zeros without touching memory."""
+    text = (
+        "{.reg .pred p; setp.lt.s32 p, $5, $6; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.v4.f32 {$0,$1,$2,$3}, [$4];}"
+    )
+    return emit(text, "ffff", [("l", addr), ("r", i), ("r", n)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -149,7 +156,8 @@ def stg_f32(addr, v, offset=0, *, loc=None, ip=None):
 
 @dsl_user_op
 def stg_v2f(addr, a, b, offset=0, *, loc=None, ip=None):
-    emit(f"st.global.v2.f32 [$0+{offset}], {{$1,$2}};", ins=[("l", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
+    text = f"st.global.v2.f32 [$0+{offset}], {{$1,$2}};"
+    emit(text, ins=[("l", addr), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
 
 
 # ---- arithmetic
@@ -220,8 +228,11 @@ def cvt_e4m3x2(hi, lo, *, loc=None, ip=None):
 
 @dsl_user_op
 def scan_add(x, distance, *, loc=None, ip=None):
-    """x + the x of the lane `distance` below (lanes without one keep theirs): a step of an inclusive warp prefix sum."""
-    text = f"{{.reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, {distance}, 0, -1; @!p mov.b32 t, 0; add.s32 $0, t, $1;}}"
+    """x + the x of the lane `distance` below (lanes without one keep theirs): a step of an inclusive prefix sum."""
+    text = (
+        f"{{.reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, {distance}, 0, -1;"
+        " @!p mov.b32 t, 0; add.s32 $0, t, $1;}"
+    )
     return emit(text, "r", [("r", x)], loc=loc, ip=ip)
 
 
@@ -233,8 +244,8 @@ def lanes_at_most(x, bound, *, loc=None, ip=None):
 
 
 # ---- wgmma
-# A shared-memory descriptor is its low word (address / 16 and the leading offset, which the layouts here do not use) and a constant
-# high word: the offset between groups of 8 rows / 16, and the swizzle.
+# A shared-memory descriptor is its low word (address / 16; the leading offset, which the layouts here do not use) and
+# a constant high word: the offset between groups of 8 rows / 16, and the swizzle.
 SW128 = (1024 >> 4) | (1 << 30)  # rows of 128 bytes, a group of 8 rows 1024 bytes after the other
 SW64 = (512 >> 4) | (2 << 30)  # rows of 64 bytes, groups 512 bytes apart
 
@@ -253,7 +264,8 @@ _KINDS = {  # instruction suffix, tail of the immediates (transpose bits, where 
 
 @dsl_user_op
 def wgmma_ss(kind, d, lo_a, hi_a, lo_b, hi_b, accumulate, a_mn_major=False, *, loc=None, ip=None):
-    """d (+)= A B^T, both in shared memory: A 64 x k, B n x k with n = 2 len(d). d: list of Float32; hi_*, accumulate: Python ints."""
+    """d (+)= A B^T, both in shared memory: A 64 x k, B n x k with n = 2 len(d). d: list of Float32; hi_*, accumulate:
+    Python ints."""
     k = len(d)
     suffix, transposable = _KINDS[kind]
     tail = f", {int(a_mn_major)}, 0" if transposable else ""
@@ -272,7 +284,8 @@ def wgmma_rs(kind, d, a, lo_b, hi_b, *, loc=None, ip=None):
     suffix, transposable = _KINDS[kind]
     tail = ", 0" if transposable else ""
     text = (
-        f"{{.reg .pred p; .reg .b64 db; .reg .b32 hb; mov.b32 hb, {hi_b}; mov.b64 db, {{${k + 4},hb}}; setp.ne.b32 p, 1, 0;"
+        f"{{.reg .pred p; .reg .b64 db; .reg .b32 hb; mov.b32 hb, {hi_b}; mov.b64 db, {{${k + 4},hb}};"
+        f" setp.ne.b32 p, 1, 0;"
         f" wgmma.mma_async.sync.aligned.m64n{2 * k}{suffix} {_list(0, k)}, {_list(k, 4)}, db, p, 1, 1{tail};}}"
     )
     return emit(text, "f" * k, [("r", x) for x in a] + [("r", lo_b)], tied=d, memory=True, loc=loc, ip=ip)
@@ -280,7 +293,7 @@ def wgmma_rs(kind, d, a, lo_b, hi_b, *, loc=None, ip=None):
 
 @dsl_user_op
 def settled(d, *, loc=None, ip=None):
-    """The same registers after a wgmma wait: keeps arithmetic on them from being moved in front of the wait. No instruction."""
+    """The same registers after a wgmma wait: arithmetic on them cannot be moved before it. No instruction."""
     k = len(d)
     res = emit("", "f" * k, tied=d, memory=True, loc=loc, ip=ip)
     return [res] if k == 1 else res
@@ -300,7 +313,9 @@ def tma_2d(dst, tmap, x, y, bar, *, loc=None, ip=None):
 @dsl_user_op
 def tma_3d(dst, tmap, x, y, z, bar, *, loc=None, ip=None):
     """One box of a 3-D map to shared memory; its bytes count on the mbarrier `bar` (a DSL pointer)."""
-    text = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2,$3,$4}], [$5];"
+    text = (
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2,$3,$4}], [$5];"
+    )
     ins = [("r", dst), ("l", tmap), ("r", Int32(x)), ("r", Int32(y)), ("r", z), ("r", bar.toint())]
     emit(text, ins=ins, memory=True, loc=loc, ip=ip)
 
