@@ -58,10 +58,13 @@ class MlaWeights:
         rows = dims.heads * (dims.nope + dims.v)
         bad = []
         if tuple(kv_b.shape) != (rows, dims.kv_lora) or not kv_b.is_contiguous():
-            bad.append(f"kv_b is {tuple(kv_b.shape)} with strides {kv_b.stride()}, must be ({rows}, {dims.kv_lora}) "
-                       "and contiguous")  # fmt: skip
-        if not (q_scale > 0 and k_scale > 0):
-            bad.append(f"q_scale={q_scale!r} and k_scale={k_scale!r} must be positive")
+            bad.append(
+                f"kv_b is {_name(kv_b.dtype)} {list(kv_b.shape)} with strides {list(kv_b.stride())}, "
+                f"must be bfloat16 {[rows, dims.kv_lora]} and contiguous"
+            )
+        for name, number in (("q_scale", q_scale), ("k_scale", k_scale)):
+            if not _positive(number):
+                bad.append(f"{name}={number!r} must be a positive number")
         if bad:
             raise ConfigError.of("kv_b weights", bad)
         heads = kv_b.view(dims.heads, dims.nope + dims.v, dims.kv_lora)
@@ -161,12 +164,12 @@ def check_attention(attention: Any, dims: MlaDims, device: "torch.device | str |
         tensor = attention
         for part in name.split("."):
             tensor = getattr(tensor, part, None)
-        expected = f"must be {str(dtype).removeprefix('torch.')} {list(shape)}"
+        expected = f"must be {_name(dtype)} {list(shape)}"
         if not isinstance(tensor, Tensor):
             bad.append(f"{name} is {'missing' if tensor is None else type(tensor).__name__}, {expected}")
             continue
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            bad.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {expected}")
+            bad.append(f"{name} is {_name(tensor.dtype)} {list(tensor.shape)}, {expected}")
         elif problem := _layout(name, tensor):
             bad.append(f"{name} {problem}")
         where = tensor.device if where is None else where
@@ -181,6 +184,14 @@ def check_attention(attention: Any, dims: MlaDims, device: "torch.device | str |
         ):
             bad.append(f"{name} is {'missing' if number is None else repr(number)}, must be a positive number")
     return bad
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _positive(number: Any) -> bool:
+    return not isinstance(number, bool) and isinstance(number, int | float) and math.isfinite(number) and number > 0
 
 
 def _layout(name: str, tensor: Tensor) -> str | None:
