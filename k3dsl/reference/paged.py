@@ -112,7 +112,7 @@ def ds_mla_scales(
     t = torch.maximum(tiles.amax(dim=2) / E4M3_MAX, floor)
     mantissa, exponent = torch.frexp(t)  # t = mantissa * 2^exponent with mantissa in [0.5, 1)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.ldexp(torch.ones_like(t), up)
+    return torch.where(t.isinf(), t, torch.ldexp(torch.ones_like(t), up))  # frexp has no exponent for infinity
 
 
 def ds_mla_pack(
