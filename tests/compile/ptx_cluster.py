@@ -4,9 +4,11 @@ For the kernels of this repository that branch forward only: statements run in p
 reach it, in all CTAs of the cluster together. So barriers need no scheduling; what they must protect is checked instead:
 
 * cp.async data appears at the thread's wait_group, st.async data at the wait on its mbarrier: not a statement earlier;
-* an mbarrier must have got exactly the bytes that it expects when it is waited for;
+* an mbarrier must have got exactly the bytes that it expects when it is waited for, and nothing before a cluster
+  barrier that followed its setup;
 * a shared word that another thread wrote, or read, since the last block barrier may not be read, or written;
-* global accesses must be aligned and lie in a buffer that the caller gave, and stores in a writable one.
+* global accesses must be aligned and lie in a buffer that the caller gave, and stores in a writable one; buffers that an
+  earlier kernel writes may be touched only after griddepcontrol.wait.
 
 Not modelled: MMA rounding (sums of exact products in float64, rounded once), caches, timing.
 """
@@ -29,6 +31,7 @@ class Buffer:
     data: np.ndarray
     writable: bool = False
     address: int = 0
+    constant: bool = True  # no earlier kernel of the stream writes it
     written: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +117,9 @@ class Cluster:
         self.barriers: dict[tuple[int, int], list[int]] = {}  # (rank, offset) -> [expected, arrived]
         self.in_flight: dict[tuple[int, int], list] = {}
         self.copies: list = []
+        self.announced: set[tuple[int, int]] = set()  # barriers set up before the last cluster arrive
+        self.visible: set[tuple[int, int]] = set()  # ... before the last cluster wait
+        self.waited = False  # griddepcontrol.wait
         self.uninitialized = 0
 
     def run(self, arguments: list[int], buffers: list[Buffer]) -> None:
@@ -123,7 +129,7 @@ class Cluster:
         resume = np.zeros(self.lanes, int)
         for index, (raw, guard, op, operands) in enumerate(self.program.statements):
             active = resume <= index
-            if guard:
+            if guard and active.any():  # a predicate of a branch that nobody took was never set
                 active = active & ((self.regs[guard[0]] != 0) ^ guard[1])
             if not active.any() or op[0] == "label":
                 continue
@@ -178,6 +184,7 @@ class Cluster:
             mine = left & (address >= low) & (address <= high)
             if mine.any():
                 assert buffer.writable or not store, "store to a buffer that is only read"
+                assert buffer.constant or self.waited, "access before the grid dependency wait"
                 yield np.flatnonzero(mine), buffer, (address[mine] - low).astype(int)
                 left &= ~mine
         assert not left.any(), f"out of bounds: {[hex(int(a)) for a in address[left][:4]]}"
@@ -268,7 +275,7 @@ class Cluster:
         for lane in np.flatnonzero(self.active):
             assert rank[lane] == barrier_rank[lane], "data and barrier in different CTAs"
             key = (int(rank[lane]), int(barrier_offset[lane]))
-            assert key in self.barriers, "store on a barrier that is not initialized"
+            assert key in self.visible, "store on a barrier whose setup no cluster barrier made visible"
             assert offset[lane] % data.shape[1] == 0
             self.barriers[key][1] += data.shape[1]
             self.in_flight.setdefault(key, []).append((int(offset[lane]), data[lane]))
@@ -315,11 +322,19 @@ class Cluster:
 
     def op_barrier(self, op, operands):
         assert op[1] == "cluster" and self.active.all()
+        if op[2] == "arrive":
+            self.announced = set(self.barriers)
+        else:
+            self.visible, self.announced = self.announced, set()
+
+    def op_griddepcontrol(self, op, operands):
+        assert self.active.all()
+        self.waited = self.waited or op[1] == "wait"
 
     def op_nothing(self, op, operands):
         pass
 
-    op_griddepcontrol = op_fence = op_createpolicy = op_nothing
+    op_fence = op_createpolicy = op_nothing
 
     def op_mapa(self, op, operands):
         own, rank = self.get(operands[1]), self.get(operands[2])
