@@ -445,6 +445,13 @@ def param_problems(facts: Cubin, params: Sequence[Param]) -> list[str]:
     return bad
 
 
+def check_params(facts: Cubin, params: Sequence[Param]) -> None:
+    """Raises ConfigError unless the kernel's parameters are `params` in number and bytes."""
+    bad = param_problems(facts, params)
+    if bad:
+        raise ConfigError.of(f"kernel {facts.symbol[:60]} ({facts.arch})", bad)
+
+
 def _value_problem(param: Param, value: Any) -> str | None:
     name, kind = param
     if kind == "tmap":

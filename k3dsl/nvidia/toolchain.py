@@ -1,6 +1,7 @@
-"""The only file that drives CuTe DSL's compiler: a kernel key in, a checked cubin out.
+"""The only file that drives CuTe DSL's compiler: a key in, a checked cubin out.
 
-A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (k3dsl/nvidia/value.py is one).
+A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (see k3dsl/nvidia/value.py); its
+CompileKey is what the cache knows the object by.
 Compiling happens in a child process that sees no GPU and may die: the DSL is not thread-safe, and LLVM aborts. What is
 kept of a compile is the cubin alone: no host code, so that objects depend on no host ISA, linker or C compiler.
 
@@ -50,6 +51,14 @@ PINNED: Final = {
 CUDA: Final = "13"
 OPTIONS: Final = "--opt-level 3"
 PAYLOAD: Final = "kernel.cubin"
+#: CompileKey.kernel -> class of the kernel key. `compile_key` adds those of kernels that live elsewhere.
+KERNELS: Final = {
+    "mla_query": "k3dsl.nvidia.query:QueryKey",
+    "mla_value": "k3dsl.nvidia.value:ValueKey",
+    "mla_hopper": "k3dsl.nvidia.core.hopper:HopperKey",
+    "mla_merge": "k3dsl.nvidia.core.hopper:MergeKey",
+    "mla_epilogue": "k3dsl.nvidia.epilogue:EpilogueKey",
+}
 #: Far above the slowest build seen (6 s on two busy cores): a build that takes longer hangs.
 BUILD_SECONDS: Final = 600.0
 _INSTALL: Final = "pip install 'k3dsl[nvidia]'"
@@ -59,10 +68,10 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
-    module: str
-    name: str
+    maker: str  # module:class of the kernel key
     params: dict[str, Any]
     target: str
+    digest: str  # of the CompileKey
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -103,7 +112,23 @@ def compile_key(key: Any, target: str) -> CompileKey:
     toolchain = facts(target)
     package = key.device_module.partition(".")[0]
     sources = source_digest(key.device_module, *([] if package == "k3dsl" else [_folder(package)]))
+    KERNELS.setdefault(key.name, f"{type(key).__module__}:{type(key).__qualname__}")
     return CompileKey(kernel=key.name, params=asdict(key), target=target, toolchain=toolchain, sources=sources)
+
+
+def kernel_key(kernel: str, params: Mapping[str, Any]) -> Any:
+    """The kernel key that a CompileKey was made of. Raises ConfigError where there is none such."""
+    if kernel not in KERNELS:
+        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(KERNELS)}")
+    try:
+        return _make(KERNELS[kernel], params)
+    except TypeError as error:
+        raise ConfigError(f"{kernel} has other params than {dict(params)}: {error}") from None
+
+
+def _make(maker: str, params: Mapping[str, Any]) -> Any:
+    module, _, name = maker.partition(":")
+    return getattr(import_module(module), name)(**{field: _tuples(value) for field, value in params.items()})
 
 
 def _folder(package: str) -> Path:
@@ -114,10 +139,10 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0]).resolve()
 
 
-def build(key: Any, target: str) -> Built:
-    """Compiles a kernel key in a child process of its own; see `Compiler.build`."""
+def build(key: CompileKey) -> Built:
+    """Compiles `key` in a child process of its own; see `Compiler.build`."""
     with Compiler() as compiler:
-        return compiler.build(key, target)
+        return compiler.build(key)
 
 
 class Compilers:
@@ -142,17 +167,17 @@ class Compilers:
         for compiler in self._all:
             compiler.close()
 
-    def build(self, key: Any, target: str) -> Built:
+    def build(self, key: CompileKey) -> Built:
         """See `Compiler.build`."""
         compiler = self._idle.get()
         try:
-            return compiler.build(key, target)
+            return compiler.build(key)
         finally:
             self._idle.put(compiler)
 
 
 class Compiler:
-    """A child process that compiles one kernel key after the other, for one thread. One that dies is replaced."""
+    """A child process that compiles one key after the other, for one thread at a time. One that dies is replaced."""
 
     def __init__(self, seconds: float = BUILD_SECONDS) -> None:
         self._seconds = seconds
@@ -170,18 +195,23 @@ class Compiler:
         if child is not None:
             child.end()
 
-    def build(self, key: Any, target: str) -> Built:
-        """The object of `key` for `target`, checked against what was asked for and the target's limits.
+    def build(self, key: CompileKey) -> Built:
+        """The object of `key`, checked against what was asked for and the target's limits.
 
         Raises CompileError, naming the key, where it does not compile, where the compiler dies, hangs or reports an
-        error, and where the object spills or is not the one asked for; ToolchainError without a compiler.
+        error, and where the object spills or is not the one asked for; ToolchainError without the compiler that the
+        key names; ConfigError for a kernel or target that there is not.
         """
-        limits = check_target(target)
-        title = f"{key} for {target}"
+        limits = check_target(key.target)
+        kernel = kernel_key(key.kernel, key.params)
+        title = f"{key.kernel} {kernel} for {key.target} ({key.short})"
         if installed() is None:
             raise ToolchainError(f"{title} must be built, and no compiler is installed: {_INSTALL}, or import a bundle")
+        differ = compile_key(kernel, key.target).diff(key)
+        if differ:
+            raise ToolchainError("\n  - ".join([f"{title} is not a key of this installation:", *map(str, differ)]))
         started = time.monotonic()
-        request = _Request(type(key).__module__, type(key).__qualname__, asdict(key), target)
+        request = _Request(KERNELS[key.kernel], asdict(kernel), key.target, key.digest)
         try:
             reply, log = self._ask(request)
         except _DiedError as death:
@@ -193,7 +223,7 @@ class Compiler:
         if not reply.cubin:
             raise CompileError(f"{title}: the compiler gave no cubin{_tail(log)}")
         found = parse(reply.cubin)
-        problems = check(found, log, key.params, limits, getattr(key, "smem", 0))
+        problems = check(found, log, kernel.params, limits, getattr(kernel, "smem", 0))
         if problems:
             raise CompileError(
                 "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + _tail(log)
@@ -341,10 +371,10 @@ def _serve() -> None:
         data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
         try:
             reply = _Reply(cubin=_compile(msgspec.msgpack.decode(data, type=_Request)))
-        except ImportError as problem:
-            reply = _Reply(error=_words(problem), missing=True)
+        except ToolchainError as problem:
+            reply = _Reply(error=str(problem), missing=True)
         except Exception as problem:
-            reply = _Reply(error=_words(problem))
+            reply = _Reply(error=f"{type(problem).__name__}: {problem}")
         sys.stdout.flush()
         sys.stderr.flush()
         encoded = msgspec.msgpack.encode(reply)
@@ -352,17 +382,12 @@ def _serve() -> None:
         replies.flush()
 
 
-def _words(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"
-
-
 def _compile(request: _Request) -> bytes:
-    maker = getattr(import_module(request.module), request.name)
-    key = maker(**{name: _tuples(value) for name, value in request.params.items()})
-    with _no_driver():
-        device_module = import_module(key.device_module)
-        function, arguments = device_module.trace(key, request.target)
-        import cutlass.cute as cute
+    key = _make(request.maker, request.params)
+    if compile_key(key, request.target).digest != request.digest:
+        raise CompileError("the sources or the toolchain have changed since this process started: start it again")
+    cute = _compiler()
+    function, arguments = import_module(key.device_module).trace(key, request.target)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as dump:
         options = f"--gpu-arch {request.target} {OPTIONS} --keep-cubin --dump-dir {dump} remarks{{ptx}}"
         cubin: bytes = cute.compile(function, *arguments, options=options).artifacts.CUBIN
@@ -374,6 +399,16 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(item) for item in value)
     return {k: _tuples(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+@cache
+def _compiler() -> Any:
+    """The DSL. Raises ToolchainError where it does not import."""
+    try:
+        with _no_driver():
+            return import_module("cutlass.cute")
+    except Exception as problem:  # a part is missing, or does not go with another
+        raise ToolchainError(f"the compiler does not start: {type(problem).__name__}: {problem}") from problem
 
 
 @contextmanager
