@@ -13,7 +13,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """A call: op, format and dtype as in EpilogueKey, `values` how inputs are drawn, `strided` inputs or packed ones."""
+    """A call: op, format and dtype as in EpilogueKey; `values`: how inputs are drawn; `strided` or packed inputs."""
 
     op: str
     format: str

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.driver import Launch, Param
+from k3dsl.nvidia.launch import Launch, Param
 
 LATENT: Final = 512
 NOPE: Final = 128
