@@ -8,7 +8,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from k3dsl.nvidia.kernels.ptx import emit
 
-#: Targets whose FP32 pipe takes two lanes an instruction (`fma.rn.f32x2`, IEEE per lane, so bit-identical to two of one).
+#: Targets whose FP32 pipe takes two lanes an instruction (`fma.rn.f32x2`: IEEE per lane, bit-identical to two of one).
 PACKED_F32 = ("sm_100a", "sm_103a")
 
 _EVICT_FIRST = ".reg .b64 pol; createpolicy.fractional.L2::evict_first.b64 pol, 1.0;"
@@ -33,14 +33,12 @@ def ldg_weight(address, *, loc=None, ip=None):
 @dsl_user_op
 def ldg_const(address, *, loc=None, ip=None):
     """16 bytes that no kernel of the stream writes (a norm weight): read-only path."""
-    return emit(
-        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("l", address)], memory=True, loc=loc, ip=ip
-    )
+    return emit("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("l", address)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ldg_if(address, live, *, loc=None, ip=None):
-    """16 bytes if `live` (a Boolean), else zeros without touching memory. Ordinary path: an earlier kernel wrote them."""
+    """16 bytes if `live` (a Boolean), else zeros without touching memory. By the ordinary path: a kernel wrote them."""
     return emit(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
         " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
@@ -146,9 +144,7 @@ def lds64(shared, *, loc=None, ip=None):
 
 @dsl_user_op
 def lds128(shared, *, loc=None, ip=None):
-    return emit(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("r", shared)], memory=True, loc=loc, ip=ip
-    )
+    return emit("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -163,9 +159,7 @@ def lds_f32x2(shared, *, loc=None, ip=None):
 
 @dsl_user_op
 def lds_f32x4(shared, *, loc=None, ip=None):
-    return emit(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", [("r", shared)], memory=True, loc=loc, ip=ip
-    )
+    return emit("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -224,8 +218,7 @@ def ldmatrix_x4_trans(shared, *, loc=None, ip=None):
 def mbarrier_expect(barrier, bytes_, *, loc=None, ip=None):
     """Set up a barrier of one phase that completes when `bytes_` (a Python int) have arrived. One thread."""
     emit(
-        f"{{ .reg .b64 s; mbarrier.init.shared.b64 [$0], 1;"
-        f" mbarrier.arrive.expect_tx.shared.b64 s, [$0], {bytes_}; }}",
+        f"{{ .reg .b64 s; mbarrier.init.shared.b64 [$0], 1; mbarrier.arrive.expect_tx.shared.b64 s, [$0], {bytes_}; }}",
         ins=[("r", barrier)],
         memory=True,
         loc=loc,
@@ -249,7 +242,8 @@ def mbarrier_wait_cluster(barrier, *, loc=None, ip=None):
 @dsl_user_op
 def map_to_peer(shared, rank, *, loc=None, ip=None):
     """The shared::cluster address of `shared` in the CTA of rank `rank`."""
-    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", [("r", shared), ("r", Int32(rank))], volatile=False, loc=loc, ip=ip)
+    ins = [("r", shared), ("r", Int32(rank))]
+    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", ins, volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -303,9 +297,7 @@ def st_async_f32x4(peer, x, peer_barrier, *, loc=None, ip=None):
 @dsl_user_op
 def unpack_bf16(word, *, loc=None, ip=None):
     """The two bf16 of a word as float32, low half first. Exact."""
-    return emit(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "ff", [("r", word)], volatile=False, loc=loc, ip=ip
-    )
+    return emit("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "ff", [("r", word)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -423,4 +415,3 @@ def mma_bf16(acc, a, b, *, loc=None, ip=None):
         loc=loc,
         ip=ip,
     )
-

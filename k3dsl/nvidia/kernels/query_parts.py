@@ -179,10 +179,11 @@ def absorb(args: Args, at: Where, kv_format: str, tile: int, u, uk, scale) -> No
             if tile <= 8:
                 # Rows beyond the tile repeat the last one and are dropped; rows 8..15 are zeros.
                 lane = cutlass.select_(at.g < tile, at.g, tile - 1) * 4 + at.c if tile < 8 else at.lane
-                a = [P.lds32(u + (2 * s) * 128 + lane * 4), Int32(0), P.lds32(u + (2 * s + 1) * 128 + lane * 4), Int32(0)]
+                word = u + 2 * s * 128 + lane * 4
+                a = [P.lds32(word), Int32(0), P.lds32(word + 128), Int32(0)]
             else:
-                at_ = u + (m * 2 * steps + 2 * s) * 256 + at.lane * 8
-                a = [*P.lds64(at_), *P.lds64(at_ + 256)]
+                pair = u + (m * 2 * steps + 2 * s) * 256 + at.lane * 8
+                a = [*P.lds64(pair), *P.lds64(pair + 256)]
             acc[s % 4] = P.mma_bf16(acc[s % 4], a, uk[2 * s : 2 * s + 2])
         total = [(acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]) for i in range(4)]
         for h in range(1 if tile <= 8 else 2):

@@ -10,8 +10,8 @@ for all 192 rows of W_qb of the head: an eighth of the reads and of the arithmet
 3. u. CTA w rounds its 24 rows of u to bf16 and sends the nope part to all CTAs; then each absorbs 64 latent columns.
 
 All three are st.async from registers, each to its own barrier, in fragment order: two adjacent accumulator tiles of u
-are the A fragment of one k16 step of the absorbing MMA. x lies in shared memory as A fragments as well: [16 rows][chunk of
-32 k][k16 step][lane] 16 bytes, written by a thread that normalizes the same 8 columns of rows g and g + 8.
+are the A fragment of one k16 step of the absorbing MMA. x lies in shared memory as A fragments as well: [16 rows][chunk
+of 32 k][k16 step][lane] 16 bytes, written by a thread that normalizes the same 8 columns of rows g and g + 8.
 """
 
 import cutlass
@@ -146,7 +146,7 @@ class Wide:
         ]
 
     def item(self, at: parts.Where, i: int):
-        """(whether there is one, pair of rows, 16-byte chunk of the CTA's columns) that a thread normalizes in pass i."""
+        """(is there one, pair of rows, 16-byte chunk of the CTA's columns) that a thread normalizes in pass i."""
         index = at.thread + i * facts.THREADS
         pair = index // CHUNKS
         return index < self.items, pair, index - pair * CHUNKS
