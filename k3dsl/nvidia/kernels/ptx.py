@@ -82,8 +82,8 @@ def sts_b16(addr, v, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts_f32(addr, a, *, loc=None, ip=None):
-    emit("st.shared.f32 [$0], $1;", ins=[("r", addr), ("f", a)], memory=True, loc=loc, ip=ip)
+def sts_f32(addr, a, offset=0, *, loc=None, ip=None):
+    emit(f"st.shared.f32 [$0+{offset}], $1;", ins=[("r", addr), ("f", a)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -105,13 +105,19 @@ def sts_zero16(addr, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def lds_f32(addr, *, loc=None, ip=None):
-    return emit("ld.shared.f32 $0, [$1];", "f", [("r", addr)], memory=True, loc=loc, ip=ip)
+def lds_f32(addr, offset=0, *, loc=None, ip=None):
+    return emit(f"ld.shared.f32 $0, [$1+{offset}];", "f", [("r", addr)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds_v2f(addr, offset=0, *, loc=None, ip=None):
     return emit(f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];", "ff", [("r", addr)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def lds_v4f(addr, offset=0, *, loc=None, ip=None):
+    text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+    return emit(text, "ffff", [("r", addr)], memory=True, loc=loc, ip=ip)
 
 
 # ---- global memory
@@ -123,8 +129,17 @@ def ldg_b32(addr, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ldg_v2f(addr, *, loc=None, ip=None):
-    return emit("ld.global.v2.f32 {$0,$1}, [$2];", "ff", [("l", addr)], memory=True, loc=loc, ip=ip)
+def ldg_b32_below(addr, i, n, *, loc=None, ip=None):
+    """A word if i < n, else 0 without touching memory."""
+    text = "{.reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, 0; @p ld.global.b32 $0, [$1];}"
+    return emit(text, "r", [("l", addr), ("r", i), ("r", n)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def ldg_v2f_below(addr, i, n, *, loc=None, ip=None):
+    """Two floats if i < n, else zeros without touching memory."""
+    text = "{.reg .pred p; setp.lt.s32 p, $3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.f32 {$0,$1}, [$2];}"
+    return emit(text, "ff", [("l", addr), ("r", i), ("r", n)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -138,15 +153,8 @@ def ldg_v4f_below(addr, i, n, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stg_b16(addr, v, *, loc=None, ip=None):
-    """Store the low half of a 32-bit register."""
-    text = "{.reg .b16 l,h; mov.b32 {l,h}, $1; st.global.b16 [$0], l;}"
-    emit(text, ins=[("l", addr), ("r", v)], memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def stg_b32(addr, v, *, loc=None, ip=None):
-    emit("st.global.b32 [$0], $1;", ins=[("l", addr), ("r", v)], memory=True, loc=loc, ip=ip)
+def stg_v2b(addr, a, b, *, loc=None, ip=None):
+    emit("st.global.v2.b32 [$0], {$1,$2};", ins=[("l", addr), ("r", a), ("r", b)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -241,6 +249,20 @@ def lanes_at_most(x, bound, *, loc=None, ip=None):
     """How many lanes of the warp hold an x <= bound."""
     text = "{.reg .pred p; .reg .b32 t; setp.le.s32 p, $1, $2; vote.sync.ballot.b32 t, p, -1; popc.b32 $0, t;}"
     return emit(text, "r", [("r", x), ("r", bound)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def barrier_any(condition, which, threads, *, loc=None, ip=None):
+    """A block barrier (Python ints: number, threads) that also says whether the condition holds in any of the threads."""
+    text = (
+        "{.reg .pred p,q; setp.ne.s32 p, $1, 0;"
+        f" barrier.cta.red.or.pred q, {which}, {threads}, p; selp.b32 $0, 1, 0, q;}}"
+        if isinstance(which, int)
+        else "{.reg .pred p,q; setp.ne.s32 p, $1, 0;"
+        f" barrier.cta.red.or.pred q, $2, {threads}, p; selp.b32 $0, 1, 0, q;}}"
+    )
+    ins = [("r", Int32(condition))] + ([] if isinstance(which, int) else [("r", which)])
+    return emit(text, "r", ins, memory=True, loc=loc, ip=ip) != 0
 
 
 # ---- wgmma
