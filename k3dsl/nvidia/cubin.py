@@ -25,6 +25,11 @@ _SYMBOL_BYTES: Final = 24
 _INFO: Final = ".nv.info"
 #: Shared memory that the system takes of every CTA from sm_90 on: part of the section, no part of a kernel's limit.
 RESERVED_SMEM: Final = 1024
+#: What reading damaged bytes may raise, here and in pyelftools.
+_UNREADABLE: Final = (
+    *(ELFError, struct.error, LookupError, AttributeError, ValueError, TypeError),
+    *(AssertionError, OverflowError, MemoryError),
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def parse(data: bytes) -> Cubin:
     """The facts of a cubin. Raises CompileError where it is none, or holds another number of kernels than one."""
     try:
         return _parse(data)
-    except (ELFError, struct.error, IndexError, KeyError, AttributeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise CompileError(f"not a readable cubin ({len(data)} bytes): {type(error).__name__}: {error}") from error
 
 

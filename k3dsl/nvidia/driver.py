@@ -76,7 +76,7 @@ SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuDriverGetVersion": [_OUT_INT],
     "cuDeviceGetCount": [_OUT_INT],
     "cuDeviceGet": [_OUT_INT, c_int],
-    "cuDeviceGetName": [c_char_p, c_int, c_int],
+    "cuDeviceGetName": [c_void_p, c_int, c_int],
     "cuDeviceGetAttribute": [_OUT_INT, c_int, c_int],
     "cuDevicePrimaryCtxRetain": [_OUT, c_int],
     "cuCtxGetCurrent": [_OUT],
