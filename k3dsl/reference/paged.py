@@ -17,7 +17,7 @@ from torch import Tensor
 
 from k3dsl.dims import KV_BYTES
 from k3dsl.errors import ConfigError
-from k3dsl.reference.rounding import E4M3_MAX, f8
+from k3dsl.reference.rounding import E4M3_MAX, divide, f8
 
 LATENT: Final = 512
 ROPE: Final = 64
@@ -109,10 +109,11 @@ def ds_mla_scales(
     """
     tiles = latent.to(torch.float32).abs().nan_to_num(nan=0.0, posinf=torch.inf).unflatten(1, (-1, TILE))
     floor = torch.full((), TILE_FLOOR, dtype=torch.float32, device=latent.device)
-    t = torch.maximum(tiles.amax(dim=2) / E4M3_MAX, floor)
+    t = torch.maximum(divide(tiles.amax(dim=2), E4M3_MAX), floor)
     mantissa, exponent = torch.frexp(t)  # t = mantissa * 2^exponent with mantissa in [0.5, 1)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.where(t.isinf(), t, torch.ldexp(torch.ones_like(t), up))  # frexp has no exponent for infinity
+    power = ((up.to(torch.int32) + 127) << 23).view(torch.float32)  # 2^up to the bit: torch.ldexp goes through pow
+    return torch.where(t.isinf(), t, power)  # frexp has no exponent for infinity
 
 
 def ds_mla_pack(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from k3dsl.reference.paged import LATENT, ROPE, check_format, write_entries
-from k3dsl.reference.rounding import bf, f8
+from k3dsl.reference.rounding import bf, divide, f8
 
 
 def _split(projected: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, accumulate: torch.dtype = to
     """
     wide = x.to(torch.float32)
     square = wide.to(accumulate).square().sum(dim=1, keepdim=True).to(torch.float32)
-    inverse = torch.rsqrt(square / x.shape[1] + eps)
+    inverse = torch.rsqrt(divide(square, x.shape[1]) + eps)
     return bf((wide * inverse) * weight.to(torch.float32))
 
 

@@ -39,6 +39,11 @@ def f8_clamped(x: Tensor) -> Tensor:
     return wide.masked_fill(wide.isnan(), -E4M3_MAX).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def divide(x: Tensor, by: float) -> Tensor:
+    """x / by, correctly rounded in x's dtype. Not `x / by`: on a GPU torch multiplies by the reciprocal of a number."""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
+
+
 def bits(x: Tensor) -> Tensor:
     """The bytes of `x` as uint8; the last axis grows by the element size. For comparing to the bit: NaN equals NaN."""
     return x.contiguous().view(torch.uint8)
