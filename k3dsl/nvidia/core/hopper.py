@@ -264,12 +264,12 @@ def query_maps(key: HopperKey, *, rows: int) -> dict[str, dict[str, Any]]:
 
 
 def _maps(key: HopperKey, name: str, dims: Any, strides: Any, box: Any) -> dict[str, dict[str, Any]]:
-    common = {"dims": dims, "strides": strides, "promotion": "128"}
+    common = {"dims": dims, "strides_bytes": strides, "l2_promotion": 128}
     if key.kv == "bf16":
-        return {name: {"dtype": "bf16", "box": box(64), "swizzle": "128", **common}}
+        return {name: {"dtype": "bf16", "box": box(64), "swizzle": 128, **common}}
     return {
-        name: {"dtype": "e4m3", "box": box(128), "swizzle": "128", **common},
-        f"{name}_tail": {"dtype": "e4m3", "box": box(64), "swizzle": "64", **common},
+        name: {"dtype": "e4m3", "box": box(128), "swizzle": 128, **common},
+        f"{name}_tail": {"dtype": "e4m3", "box": box(64), "swizzle": 64, **common},
     }
 
 
