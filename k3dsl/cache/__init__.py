@@ -1,6 +1,39 @@
-"""The compile cache: keys become objects, through memory, one folder, read-only layers, and at last a build."""
+"""The compile cache: keys become objects, through memory, one folder, read-only layers, and at last a build.
 
+It knows nothing of what it holds: a vendor's toolchain makes the keys and the objects, its driver loads them.
+"""
+
+from k3dsl.cache.bound import PruneReport
+from k3dsl.cache.bundle import ExportReport, ImportReport
+from k3dsl.cache.compile_cache import CompileCache
+from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest
+from k3dsl.cache.explain import Explanation
 from k3dsl.cache.key import ABSENT, CompileKey, Difference, KeyTypeError
 from k3dsl.cache.sources import source_digest
+from k3dsl.cache.stats import COUNTERS, Stats
+from k3dsl.cache.tar import BundleError
+from k3dsl.cache.trust import UntrustedError
+from k3dsl.cache.verify import VerifyReport
 
-__all__ = ["ABSENT", "CompileKey", "Difference", "KeyTypeError", "source_digest"]
+__all__ = [
+    "ABSENT",
+    "COUNTERS",
+    "Build",
+    "Built",
+    "BundleError",
+    "CompileCache",
+    "CompileKey",
+    "CorruptError",
+    "Difference",
+    "Entry",
+    "Explanation",
+    "ExportReport",
+    "ImportReport",
+    "KeyTypeError",
+    "Manifest",
+    "PruneReport",
+    "Stats",
+    "UntrustedError",
+    "VerifyReport",
+    "source_digest",
+]

@@ -8,6 +8,7 @@ It depends on values alone: not on dict order, the hash seed, object identity or
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import isnan
 from types import MappingProxyType
@@ -56,6 +57,7 @@ class Difference(NamedTuple):
         return f"{self.field}: {self.mine!r} here, {self.theirs!r} there"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class CompileKey:
     """Everything that reaches codegen of one kernel, and nothing else.
 
@@ -65,59 +67,41 @@ class CompileKey:
     toolchain  compiler, native libraries, flavour, options: name -> version
     sources    digest of the sources that the kernel is traced from (`sources.source_digest`)
 
-    Frozen and hashable; `digest` is the sha256 of the canonical encoding in hex, `short` its first 12 digits. Raises
+    Frozen and hashable; `digest` is the sha256 of the canonical `encoding` in hex, `short` its first 12 digits. Raises
     ConfigError with every problem; a value whose type has no canonical encoding raises KeyTypeError (a ConfigError).
     """
-
-    __slots__ = ("_encoding", "digest", "kernel", "params", "sources", "target", "toolchain")
 
     kernel: str
     params: Mapping[str, Value]
     target: str
     toolchain: Mapping[str, Value]
     sources: Value
-    digest: str
+    encoding: bytes = field(init=False)
+    digest: str = field(init=False)
 
-    def __init__(
-        self, kernel: str, params: Mapping[str, Value], target: str, toolchain: Mapping[str, Value], sources: Value
-    ) -> None:
+    def __post_init__(self) -> None:
         problems: list[str] = []
-        if type(kernel) is not str or not kernel:
-            problems.append(f"kernel={kernel!r} must be a non-empty str")
-        if type(target) is not str or not _TARGET.fullmatch(target):
-            problems.append(f"target={target!r} must be letters, digits and any of _ . + - (64 at most)")
-        for name, value in (("params", params), ("toolchain", toolchain)):
-            if not isinstance(value, Mapping):
-                problems.append(f"{name}={value!r} must be a mapping from str to values")
+        if type(self.kernel) is not str or not self.kernel:
+            problems.append(f"kernel={self.kernel!r} must be a non-empty str")
+        if type(self.target) is not str or not _TARGET.fullmatch(self.target):
+            problems.append(f"target={self.target!r} must be letters, digits and any of _ . + - (64 at most)")
+        for name in ("params", "toolchain"):
+            if not isinstance(getattr(self, name), Mapping):
+                problems.append(f"{name}={getattr(self, name)!r} must be a mapping from str to values")
         types: list[str] = []
-        frozen = {
-            name: _freeze(value, name, types)
-            for name, value in (("params", params), ("toolchain", toolchain), ("sources", sources))
-        }
+        fields = {name: _freeze(getattr(self, name), name, types) for name in _FIELDS}
         if types:
             raise KeyTypeError.of("CompileKey", problems + types)
         if problems:
             raise ConfigError.of("CompileKey", problems)
-        fields: dict[str, Any] = {"kernel": kernel, "target": target, **frozen}
         encoding = _MAGIC + _encode(fields)
-        for name, value in (*fields.items(), ("_encoding", encoding), ("digest", sha256(encoding).hexdigest())):
+        for name, value in (*fields.items(), ("encoding", encoding), ("digest", sha256(encoding).hexdigest())):
             object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"CompileKey is frozen: {name} cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"CompileKey is frozen: {name} cannot be deleted")
 
     @property
     def short(self) -> str:
         """The digest as people see it."""
         return self.digest[:SHORT]
-
-    @property
-    def encoding(self) -> bytes:
-        """The canonical encoding."""
-        return self._encoding  # type: ignore[attr-defined,no-any-return]
 
     def __eq__(self, other: object) -> bool:
         # Not field by field: there 1 == 1.0 == True and NaN != NaN.
