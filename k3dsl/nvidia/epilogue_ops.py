@@ -13,6 +13,7 @@ Kernels come from the compile cache on first use; `prepare_epilogues` fetches th
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from k3dsl.errors import CaptureError, ConfigError
 from k3dsl.nvidia import driver as cuda
+from k3dsl.nvidia.device import TARGETS, read
 from k3dsl.nvidia.epilogue import (
     ENTRY,
     LATENT,
@@ -42,9 +44,9 @@ from k3dsl.nvidia.toolchain import build, compile_key
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _E4M3 = torch.float8_e4m3fn
-_TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 #: Plans of argument layouts; an engine has a handful, so a full table means that something else varies: start anew.
 _MOST_PLANS = 512
+_HERE: AbstractContextManager[Any] = nullcontext()
 
 
 # ---- public functions -------------------------------------------------------------------------------------------
@@ -64,9 +66,8 @@ def fused_mla_key_concat_kv_cache_insert(
     debug: bool = False,
 ) -> Tensor:
     """Prefill with a 16-bit cache. Returns k [T, H, 192] = [k_nope, k_pe on every head]; q changes only by rotation."""
-    return _prefill16(
-        "plain", q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache, out, debug
-    )
+    rope = (positions, cos_sin_cache)
+    return _prefill16("plain", q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, rope, out, debug)
 
 
 def fused_mla_key_concat_ds_mla_insert(
@@ -129,7 +130,7 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
     becomes -448. Rotated values are not rounded to 16 bits on the way."""
     if out is None:
         shapes = ((*k_nope.shape[:2], n) for n in (QK, QK, V))
-        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)  # type: ignore[assignment]
+        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)
     assert out is not None
     given = {"k_nope": k_nope, "q": q, "k_pe": k_pe, "kv_c": kv_c_normed, "v": v, "cache": kv_cache}
     inverse = {"q_scale": q_scale_inv, "k_scale": k_scale_inv, "v_scale": v_scale_inv, "cache_scale": cache_scale_inv}
@@ -188,7 +189,7 @@ def context_pack_fp8(
     k_pe that is e4m3 already is copied."""
     if out is None:
         shapes = ((*k_nope.shape[:2], n) for n in (QK, V))
-        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)  # type: ignore[assignment]
+        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)
     assert out is not None
     results = dict(zip(("k_out", "v_out"), out, strict=True))
     _launch("context", "fp8", {"k_nope": k_nope, "v": v, "k_pe": k_pe}, results, {}, None, None, False)
@@ -355,19 +356,20 @@ def _function(key: EpilogueKey, device: int, stream: int) -> cuda.Function:
         if found is not None:
             return found
         driver = cuda.driver()
-        driver.ensure_context(device)
         if stream and driver.is_capturing(stream):
             raise CaptureError(f"{key} is not loaded: call prepare_epilogues([key]) before the capture")
-        capability = driver.attribute(cuda.MAJOR, device), driver.attribute(cuda.MINOR, device)
-        target = _TARGETS.get(capability)
+        here = read(device, driver)
+        target = here.target
         if target is None:
-            served = ", ".join(f"{a}.{b}" for a, b in _TARGETS)
-            raise ConfigError(f"device {device} has compute capability {capability}: {served} are served")
+            served = ", ".join(f"{t.name} ({t.capability[0]}.{t.capability[1]})" for t in TARGETS.values())
+            raise ConfigError(
+                f"device {device} ({here.name}) has compute capability {here.capability}, served: {served}"
+            )
         reasons = supports(key, target)
         if reasons:
             raise ConfigError.of("epilogue", reasons)
         entry = _the_cache().get_or_build(compile_key(key, target), build)
-        found = cuda.Module(driver, entry.payload).function(device)
+        found = cuda.Module.load(driver, entry.payload).function(device)
         _functions[key, device] = found
         return found
 
@@ -381,9 +383,9 @@ def _the_cache() -> Any:
     return _cache
 
 
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    """What of a tensor a plan depends on, beside its address and its first size."""
-    return t.shape[1:], t.stride(), t.dtype
+def _layout(name: str, t: Tensor) -> tuple[Any, ...]:
+    """What of a tensor a plan depends on: all but its address and how many tokens (or rows of a table) it has."""
+    return name, t.shape if name == "cache" else t.shape[1:], t.stride(), t.dtype
 
 
 def _launch(
@@ -406,7 +408,7 @@ def _launch(
     tokens = lead.shape[0] if lead.dim() else 0
     everything = {**given, **results}
     device = lead.device
-    layout = (op, kind, tokens > 1, device, *((n, *_layout(t)) for n, t in everything.items()))
+    layout = (op, kind, tokens > 1, device, *(_layout(n, t) for n, t in everything.items()))
     plan = _plans.get(layout)
     if plan is None:
         key = _key(op, kind, given, positions is not None)
@@ -444,7 +446,8 @@ def _launch(
         plan.launch.slot("tokens").value = tokens
         plan.launch.slot("per_thread").value = share(key, tokens)
         plan.launch.set_grid(geometry(key, tokens=tokens).grid)
-        plan.launch.launch(stream)
+        with _on(index):
+            plan.launch.launch(stream)
 
 
 def _same(everything: dict[str, Tensor], lead: Tensor, tokens: int) -> bool:
@@ -472,7 +475,7 @@ def _make_plan(key: EpilogueKey, everything: dict[str, Tensor], tokens: int, dev
     function = _function(key, device, stream)
     launch = geometry(key, tokens=tokens)
     values = arguments(key, everything, tokens)
-    plan = cuda.LaunchPlan(cuda.driver(), function, launch, key.params, values)
+    plan = cuda.LaunchPlan(function, launch, key.params, **values)
     addresses = tuple((plan.slot(p.name), p.name) for p in key.params if p.kind == "ptr")
     return _Plan(key, plan, addresses, threading.Lock())
 
@@ -491,8 +494,14 @@ def arguments(key: EpilogueKey, tensors: dict[str, Tensor], tokens: int) -> dict
         values["page_stride"] = cache.stride(0) * cache.element_size()
         values["row_stride"] = cache.stride(1) * cache.element_size()
         values["block_size"] = cache.shape[1]
-        values["block_mul"], values["block_shift"] = division(cache.shape[1])
+        mul, values["block_shift"] = division(cache.shape[1])
+        values["block_mul"] = mul - (mul >> 31 << 32)  # the same bits as a signed int
     return {p.name: values[p.name] for p in key.params}
+
+
+def _on(device: int) -> AbstractContextManager[Any]:
+    """`device` as the current one: a default stream belongs to whichever is."""
+    return _HERE if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
 def _stream(device: int) -> int:

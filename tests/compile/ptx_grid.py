@@ -123,7 +123,7 @@ class Memory:
 def run(key: Any, launch: Any, values: Mapping[str, int], memory: Memory, smem: int = 0) -> None:
     """Launches `key` over its grid, CTA after CTA."""
     code = program(key)
-    arguments = [values[p.name] for p in key.params]
+    arguments = [values[p.name] & (1 << 64 if p.kind in ("ptr", "i64") else 1 << 32) - 1 for p in key.params]
     assert launch.block == (code.threads, 1, 1)
     for z in range(launch.grid[2]):
         for y in range(launch.grid[1]):
