@@ -205,6 +205,9 @@ def arguments(
         want |= {n: (t, (1,), ("float32",), 4) for n, t in (("q_scale_inv", q_scale_inv), ("k_scale_inv", k_scale_inv))}
     bad = []
     for name, (tensor, shape, dtypes, align) in want.items():
+        if tensor is None:
+            bad.append(f"{name} is None, must be a tensor: the cache is fp8")
+            continue
         have = tuple(tensor.shape)
         if len(have) != len(shape) or any(w is not None and w != h for w, h in zip(shape, have, strict=True)):
             bad.append(f"{name} has shape {have}, must be {tuple('any' if n is None else n for n in shape)}")

@@ -1,7 +1,10 @@
 """MlaQuery: every build compiles within its limits, and its PTX, run on the CPU, computes what the oracle does."""
 
+import re
 import struct
+import subprocess
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import query_cases as qc
@@ -67,6 +70,30 @@ def test_weights_are_requested_before_the_dependency_wait(key):
     staged = [i for i, op in enumerate(ops) if op.startswith("cp.async.cg")]
     assert len(staged) == facts.NOPE * facts.PART_COLUMNS // 8 // facts.THREADS
     assert max(weights + staged) < wait
+
+
+def nvdisasm() -> str:
+    files = metadata.files("nvidia-cuda-nvdisasm") or []
+    return str(next(f for f in files if f.name == "nvdisasm").locate())
+
+
+@pytest.mark.parametrize("key", qc.every_build("fp8"), ids=name)
+def test_machine_code(compiler, key, tmp_path):
+    """ptxas keeps the weight loads above the wait, and the MMAs are tensor-core instructions, no more than counted."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiler.build(toolchain.compile_key(key, "sm_90a")).payload)
+    text = subprocess.run([nvdisasm(), "-c", file], capture_output=True, text=True, check=True).stdout
+    ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+    wait = ops.index("ACQBULK")
+    assert ops.index("PREEXIT") > wait
+    for weight, count in (("LDG.E.NA.128.CONSTANT", 18), ("LDGSTS.E.BYPASS.128", 4)):
+        at = [i for i, op in enumerate(ops) if op == weight]
+        assert len(at) == count
+        assert max(at) < wait
+    absorb = facts.NOPE // 16 * max(1, key.tile // 16)
+    project = 18 * -(-key.tile // 4) if key.schedule == "narrow" else 36 * (key.tile // 16)
+    assert sum(op.startswith("HMMA.16816.F32.BF16") for op in ops) == project + absorb
+    assert not [op for op in ops if op.startswith(("LDL", "STL"))]
 
 
 CASES = [
