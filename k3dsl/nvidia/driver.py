@@ -367,9 +367,7 @@ class LaunchPlan:
         self._driver = driver
         # All that launch() touches, bound once.
         self._call = driver.launch_kernel
-        self._where = addressof(self._config)
-        self._handle = function.handle
-        self._packed = addressof(self._array)
+        self._arguments = (addressof(self._config), function.handle, addressof(self._array), None)
 
     def slot(self, name: str) -> Any:
         """A parameter's ctypes value (`.value` may be rewritten between launches, unchecked), or its TensorMap."""
@@ -402,7 +400,7 @@ class LaunchPlan:
     def launch(self, stream: int) -> None:
         """Launches on `stream` (a CUstream handle, 0 for the default one). Raises LaunchError if the driver refuses."""
         self._config.stream = stream
-        status = self._call(self._where, self._handle, self._packed, None)
+        status = self._call(*self._arguments)
         if status:
             self._recover(status)
 
@@ -410,7 +408,7 @@ class LaunchPlan:
         """A thread that never touched the GPU has no context: it gets the device's, once. All else is an error."""
         if status == _INVALID_CONTEXT:
             self._driver.ensure_context(self._function.device)
-            status = self._call(self._where, self._handle, self._packed, None)
+            status = self._call(*self._arguments)
         if status:
             where = f"on device {self._function.device} with {self.launch_facts}"
             raise LaunchError(f"launch of {self._function.module.title} {where}: {self._driver.error(status)}")
