@@ -14,7 +14,7 @@ Kernels come from the compile cache on first use; `prepare_epilogues` fetches th
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -246,6 +246,8 @@ def check(key: EpilogueKey, given: dict[str, Tensor], results: dict[str, Tensor]
     bad, lead, heads = _Problems(), next(iter(given.values())), key.heads
     dtype = lead.dtype
     everything = {**given, **results}
+    if tokens * units(key) > MAX_UNITS:
+        bad.append(f"tokens={tokens}: at most {MAX_UNITS // units(key)} a call at {heads} heads")
     devices = {name: t.device for name, t in everything.items() if t.device != lead.device}
     if devices:
         bad.append(f"all tensors must be on {lead.device}: {', '.join(f'{n} is on {d}' for n, d in devices.items())}")
@@ -318,13 +320,50 @@ def _check_values(given: dict[str, Tensor], tokens: int) -> None:
 # ---- launch -----------------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
-    """A launch for one layout of arguments, any number of tokens; calls rewrite addresses and grid under the lock."""
+class _Plan:
+    """A launch for one layout of arguments and any number of tokens."""
 
-    key: EpilogueKey
-    launch: cuda.LaunchPlan
-    addresses: tuple[tuple[Any, str], ...]  # (slot, tensor)
-    lock: threading.Lock
+    def __init__(self, key: EpilogueKey, launch: cuda.LaunchPlan, names: Iterable[str]) -> None:
+        self.key = key
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._tokens = -1
+        self._addresses = [(launch.slot(p.name), p.name) for p in key.params if p.kind == "ptr"]
+        # What of an argument its layout does not say, by what it must be.
+        lists, tables = ("slots", "positions"), ("cache", "cos_sin")
+        self._scales = [n for n in names if n.endswith("_scale")]
+        self._lists = [n for n in names if n in lists]
+        self._tables = [n for n in names if n in tables]
+        self._rows = [n for n in names if n not in (*self._scales, *lists, *tables)]
+
+    def fits(self, tensors: dict[str, Tensor], device: torch.device, tokens: int) -> bool:
+        """Whether tensors of the plan's layout are right in sizes, devices and alignment too."""
+        bits = 0
+        for name in self._rows:
+            t = tensors[name]
+            if t.shape[0] != tokens:
+                return False
+            bits |= t.data_ptr()
+        for name in self._tables:
+            bits |= tensors[name].data_ptr()
+        return (
+            bits & 15 == 0
+            and all(tensors[n].shape[0] >= tokens for n in self._lists)
+            and all(tensors[n].numel() == 1 for n in self._scales)
+            and all(t.device == device for t in tensors.values())
+        )
+
+    def launch(self, tensors: dict[str, Tensor], tokens: int, stream: int) -> None:
+        """Launches for these tensors. One thread at a time."""
+        with self._lock:
+            for slot, name in self._addresses:
+                slot.value = tensors[name].data_ptr()
+            if tokens != self._tokens:
+                self._launch.set("tokens", tokens)
+                self._launch.set("per_thread", share(self.key, tokens))
+                self._launch.set_grid(geometry(self.key, tokens=tokens).grid)
+                self._tokens = tokens
+            self._launch.launch(stream)
 
 
 _plans: dict[Any, _Plan] = {}
@@ -408,22 +447,15 @@ def _launch(
     tokens = lead.shape[0] if lead.dim() else 0
     everything = {**given, **results}
     device = lead.device
-    layout = (op, kind, tokens > 1, device, *(_layout(n, t) for n, t in everything.items()))
+    layout = (op, kind, tokens > 1, device, *[_layout(n, t) for n, t in everything.items()])
     plan = _plans.get(layout)
-    if plan is None:
+    if plan is None or not plan.fits(everything, device, tokens):
         key = _key(op, kind, given, positions is not None)
-        if device.type != _device_type:
-            raise ConfigError(f"{next(iter(given))} is on {device}, must be on a CUDA device")
         bad = check(key, given, results, tokens)
+        if device.type != _device_type:
+            bad.insert(0, f"{next(iter(given))} is on {device}, must be on a CUDA device")
         if bad:
             raise ConfigError.of(f"fused MLA epilogue ({op}, {kind})", bad)
-    else:
-        key = plan.key
-        # What `layout` leaves out: first sizes, devices, alignment. The long way only to say what is wrong.
-        if not _same(everything, lead, tokens):
-            bad = check(key, given, results, tokens)
-            if bad:
-                raise ConfigError.of(f"fused MLA epilogue ({op}, {kind})", bad)
     if tokens == 0:
         return
     index = device.index or 0
@@ -432,52 +464,21 @@ def _launch(
         if stream and cuda.driver().is_capturing(stream):
             raise CaptureError("debug=True reads the slots back, which a capture cannot hold")
         _check_values(given, tokens)
-    if tokens * units(key) > MAX_UNITS:
-        raise ConfigError(f"tokens={tokens}: at most {MAX_UNITS // units(key)} a call at {key.heads} heads")
     if plan is None:
         plan = _make_plan(key, everything, tokens, index, stream)
         with _lock:
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
             _plans[layout] = plan
-    with plan.lock:
-        for slot, name in plan.addresses:
-            slot.value = everything[name].data_ptr()
-        plan.launch.slot("tokens").value = tokens
-        plan.launch.slot("per_thread").value = share(key, tokens)
-        plan.launch.set_grid(geometry(key, tokens=tokens).grid)
-        with _on(index):
-            plan.launch.launch(stream)
-
-
-def _same(everything: dict[str, Tensor], lead: Tensor, tokens: int) -> bool:
-    """Whether nothing that a plan's layout leaves out is wrong; False also where a closer look is needed."""
-    bits = 0
-    for name, t in everything.items():
-        if t.device != lead.device:
-            return False
-        if name in ("slots", "positions"):
-            if t.shape[0] < tokens:
-                return False
-        elif name in ("cache", "cos_sin"):
-            bits |= t.data_ptr()
-        elif name.endswith("_scale"):
-            if t.numel() != 1:
-                return False
-        elif t.shape[0] != tokens:
-            return False
-        else:
-            bits |= t.data_ptr()
-    return bits & 15 == 0
+    with _on(index):
+        plan.launch(everything, tokens, stream)
 
 
 def _make_plan(key: EpilogueKey, everything: dict[str, Tensor], tokens: int, device: int, stream: int) -> _Plan:
-    function = _function(key, device, stream)
     launch = geometry(key, tokens=tokens)
-    values = arguments(key, everything, tokens)
-    plan = cuda.LaunchPlan(function, launch, key.params, **values)
-    addresses = tuple((plan.slot(p.name), p.name) for p in key.params if p.kind == "ptr")
-    return _Plan(key, plan, addresses, threading.Lock())
+    function = _function(key, device, stream)
+    plan = cuda.LaunchPlan(function, launch, key.params, **arguments(key, everything, tokens))
+    return _Plan(key, plan, list(everything))
 
 
 def arguments(key: EpilogueKey, tensors: dict[str, Tensor], tokens: int) -> dict[str, int]:
