@@ -36,6 +36,9 @@ MAX_HEADS: Final = 128
 ELEMENT: Final = {"fp8": 1, "bf16": 2}
 #: Row tiles of each schedule.
 TILES: Final = {"narrow": (1, 2, 4, 8), "wide": (16, 32, 48, 64)}
+#: Builds that fit 128 registers a thread, so that a CTA can start (and request its weights) beside one of the kernel
+#: before. The others need more for W_qb, the norm weights and the rows that are on their way.
+TWO_A_SM: Final = (("narrow", 1), ("narrow", 2), ("wide", 16))
 TARGETS: Final = ("sm_90a", "sm_100a", "sm_103a")
 
 #: Rows of W_qb and columns of W_UK that a CTA owns.
