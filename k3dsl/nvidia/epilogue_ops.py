@@ -12,7 +12,7 @@ Kernels come from the compile cache on first use; `prepare_epilogues` fetches th
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,28 +22,11 @@ from torch import Tensor
 from k3dsl.errors import CaptureError, ConfigError
 from k3dsl.nvidia import driver as cuda
 from k3dsl.nvidia.device import TARGETS, read
-from k3dsl.nvidia.epilogue import (
-    ENTRY,
-    LATENT,
-    MAX_HEADS,
-    MAX_UNITS,
-    NOPE,
-    QK,
-    RECORD,
-    ROPE,
-    EpilogueKey,
-    V,
-    division,
-    geometry,
-    scales,
-    share,
-    supports,
-    units,
-)
+from k3dsl.nvidia.epilogue import ENTRY, MAX_HEADS, QK, EpilogueKey, V, division, geometry, share, supports
+from k3dsl.nvidia.epilogue_checks import E4M3, check, check_values
 from k3dsl.nvidia.toolchain import build, compile_key
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_E4M3 = torch.float8_e4m3fn
 #: Plans of argument layouts; an engine has a handful, so a full table means that something else varies: start anew.
 _MOST_PLANS = 512
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -130,7 +113,7 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
     becomes -448. Rotated values are not rounded to 16 bits on the way."""
     if out is None:
         shapes = ((*k_nope.shape[:2], n) for n in (QK, QK, V))
-        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)
+        out = tuple(torch.empty(s, dtype=E4M3, device=k_nope.device) for s in shapes)
     assert out is not None
     given = {"k_nope": k_nope, "q": q, "k_pe": k_pe, "kv_c": kv_c_normed, "v": v, "cache": kv_cache}
     inverse = {"q_scale": q_scale_inv, "k_scale": k_scale_inv, "v_scale": v_scale_inv, "cache_scale": cache_scale_inv}
@@ -158,7 +141,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
 ) -> Tensor:
     """Decode, between absorption and the attention core. Returns mqa_q [B, H, 576] = [ql_nope, q_pe]: e4m3 for an fp8
     cache, else 16-bit. The cache's dtype and `ds_mla` choose the format."""
-    kind = "fp8_ds_mla" if ds_mla else "fp8" if kv_cache.dtype == _E4M3 else "plain"
+    kind = "fp8_ds_mla" if ds_mla else "fp8" if kv_cache.dtype == E4M3 else "plain"
     inverse = {n: t for n, t in (("q_scale", q_scale_inv), ("cache_scale", cache_scale_inv)) if t is not None}
     if len(inverse) != (2 if kind == "fp8" else 0):
         raise ConfigError(
@@ -166,7 +149,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
             f"{kv_cache.dtype} with ds_mla={ds_mla}, given: {', '.join(inverse) or 'neither'}"
         )
     if out is None:
-        dtype = _E4M3 if kind == "fp8" else ql_nope.dtype
+        dtype = E4M3 if kind == "fp8" else ql_nope.dtype
         out = torch.empty((*ql_nope.shape[:2], ENTRY), dtype=dtype, device=ql_nope.device)
     given = {"ql_nope": ql_nope, "q_pe": q_pe, "k_pe": k_pe, "kv_c": kv_c_normed, "cache": kv_cache}
     given["slots"] = slot_mapping
@@ -189,45 +172,14 @@ def context_pack_fp8(
     k_pe that is e4m3 already is copied."""
     if out is None:
         shapes = ((*k_nope.shape[:2], n) for n in (QK, V))
-        out = tuple(torch.empty(s, dtype=_E4M3, device=k_nope.device) for s in shapes)
+        out = tuple(torch.empty(s, dtype=E4M3, device=k_nope.device) for s in shapes)
     assert out is not None
     results = dict(zip(("k_out", "v_out"), out, strict=True))
     _launch("context", "fp8", {"k_nope": k_nope, "v": v, "k_pe": k_pe}, results, {}, None, None, False)
     return out
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------
-
-
-class _Problems(list[str]):
-    """What is wrong with the arguments of a call."""
-
-    def tensor(self, name: str, t: Tensor, shape: Sequence[int | None], dtype: Any, *, align: int = 16) -> bool:
-        """Shape (None: any size), dtype (or several) and alignment of the first element."""
-        sizes, dtypes = tuple(t.shape), dtype if isinstance(dtype, tuple) else (dtype,)
-        known = len(self)
-        if len(sizes) != len(shape) or any(w is not None and s != w for s, w in zip(sizes, shape, strict=False)):
-            want = ", ".join("*" if w is None else str(w) for w in shape)
-            self.append(f"{name} has shape {sizes}, must be ({want})")
-        if t.dtype not in dtypes:
-            self.append(f"{name} is {t.dtype}, must be {' or '.join(map(str, dtypes))}")
-        if t.data_ptr() % align:
-            self.append(f"{name} starts at {t.data_ptr():#x}, must be {align}-byte aligned")
-        return len(self) == known
-
-    def rows(self, name: str, t: Tensor) -> None:
-        """Last stride 1; every other stride keeps rows 16-byte aligned and fits 31 bits. An axis of one is free."""
-        if t.stride(-1) != 1:
-            self.append(f"{name} has strides {t.stride()}, the last must be 1")
-        step = 16 // t.element_size()
-        for axis in range(t.dim() - 1):
-            stride = t.stride(axis)
-            if t.shape[axis] > 1 and (stride % step or not 0 <= stride * t.element_size() < 2**31):
-                self.append(f"{name} has strides {t.stride()}: {stride} must be a multiple of {step} below 2 GiB")
-
-    def contiguous(self, name: str, t: Tensor) -> None:
-        if not t.is_contiguous():
-            self.append(f"{name} has strides {t.stride()}, must be contiguous")
+# ---- launch -----------------------------------------------------------------------------------------------------
 
 
 def _key(op: str, kind: str, given: dict[str, Tensor], rope: bool) -> EpilogueKey:
@@ -237,87 +189,8 @@ def _key(op: str, kind: str, given: dict[str, Tensor], rope: bool) -> EpilogueKe
         raise ConfigError(f"{name} has shape {tuple(lead.shape)}, must be (tokens, heads from 1 to {MAX_HEADS}, *)")
     if lead.dtype not in _DTYPES:
         raise ConfigError(f"{name} is {lead.dtype}, must be torch.bfloat16 or torch.float16")
-    pe_fp8 = op == "context" and kind == "fp8" and given["k_pe"].dtype == _E4M3
+    pe_fp8 = op == "context" and kind == "fp8" and given["k_pe"].dtype == E4M3
     return EpilogueKey(op, kind, _DTYPES[lead.dtype], lead.shape[1], rope, pe_fp8)
-
-
-def check(key: EpilogueKey, given: dict[str, Tensor], results: dict[str, Tensor], tokens: int) -> list[str]:
-    """Problems of a call's tensors, empty if there are none."""
-    bad, lead, heads = _Problems(), next(iter(given.values())), key.heads
-    dtype = lead.dtype
-    everything = {**given, **results}
-    if tokens * units(key) > MAX_UNITS:
-        bad.append(f"tokens={tokens}: at most {MAX_UNITS // units(key)} a call at {heads} heads")
-    devices = {name: t.device for name, t in everything.items() if t.device != lead.device}
-    if devices:
-        bad.append(f"all tensors must be on {lead.device}: {', '.join(f'{n} is on {d}' for n, d in devices.items())}")
-    for name, width in (("ql_nope", LATENT), ("q_pe", ROPE), ("k_nope", NOPE), ("q", QK), ("v", V)):
-        if name in given and bad.tensor(name, given[name], (tokens, heads, width), dtype):
-            bad.rows(name, given[name])
-    pe = given["k_pe"]
-    if bad.tensor("k_pe", pe, (tokens, ROPE), (dtype, _E4M3) if (key.op, key.format) == ("context", "fp8") else dtype):
-        bad.rows("k_pe", pe)
-    for name, t in results.items():
-        width = {"out": ENTRY, "v_out": V}.get(name, QK)
-        if bad.tensor(name, t, (tokens, heads, width), _E4M3 if key.format == "fp8" else dtype):
-            bad.contiguous(name, t)
-    if key.op == "prefill" and key.format != "fp8" and key.rope:
-        q = given["q"]
-        if any(n > 1 and s == 0 for n, s in zip(q.shape, q.stride(), strict=True)):
-            bad.append(f"q has strides {q.stride()}: it is rotated in place, so no two elements may be one")
-    if key.op == "context":
-        return bad
-    if bad.tensor("kv_c_normed", given["kv_c"], (tokens, LATENT), dtype):
-        bad.contiguous("kv_c_normed", given["kv_c"])
-    _check_cache(bad, key, given["cache"], dtype)
-    integers = [("slot_mapping", given["slots"])] + ([("positions", given["positions"])] if key.rope else [])
-    for name, t in integers:
-        if bad.tensor(name, t, (None,), torch.int64, align=8):
-            if t.shape[0] < tokens:
-                bad.append(f"{name} has {t.shape[0]} entries, must have at least {tokens}")
-            if t.shape[0] > 1 and t.stride(0) != 1:
-                bad.append(f"{name} has stride {t.stride(0)}, must be contiguous")
-    if key.rope and bad.tensor("cos_sin_cache", given["cos_sin"], (None, ROPE), torch.float32):
-        bad.contiguous("cos_sin_cache", given["cos_sin"])
-    for name in scales(key):
-        t = given[name]
-        if t.dtype != torch.float32 or t.numel() != 1:
-            bad.append(f"{name}_inv is {t.dtype} of {t.numel()} elements, must be torch.float32 of one")
-    return bad
-
-
-def _check_cache(bad: _Problems, key: EpilogueKey, cache: Tensor, dtype: torch.dtype) -> None:
-    want, width = {"plain": (dtype, ENTRY), "fp8": (_E4M3, ENTRY), "fp8_ds_mla": (torch.uint8, RECORD)}[key.format]
-    if not bad.tensor("kv_cache", cache, (None, None, width), want):
-        return
-    pages, page_size = cache.shape[:2]
-    if pages < 1 or page_size < 1 or pages * page_size > 2**31:
-        bad.append(f"kv_cache has {pages} pages of {page_size}: from 1 to 2**31 entries are served")
-    step = 16 // cache.element_size()
-    if cache.stride(2) != 1 or any(s % step or s < 0 for s in cache.stride()[:2]):
-        bad.append(f"kv_cache has strides {cache.stride()}: the last must be 1, the others multiples of {step}")
-    if cache.stride(1) * cache.element_size() >= 2**31:
-        bad.append(f"kv_cache has strides {cache.stride()}: entries must lie less than 2 GiB apart")
-
-
-def _check_values(given: dict[str, Tensor], tokens: int) -> None:
-    """The debug check: slots inside the cache and used once, positions inside the table."""
-    bad = []
-    pages, page_size = given["cache"].shape[:2]
-    slots = given["slots"][:tokens]
-    outside = slots[slots >= pages * page_size].tolist()
-    if outside:
-        bad.append(f"slots {outside[:8]} lie outside the cache of {pages} x {page_size} entries")
-    if "positions" in given:
-        positions, rows = given["positions"][:tokens], given["cos_sin"].shape[0]
-        outside = positions[(positions < 0) | (positions >= rows)].tolist()
-        if outside:
-            bad.append(f"positions {outside[:8]} lie outside cos_sin_cache, which has {rows} rows")
-    if bad:
-        raise ConfigError.of("values", bad)
-
-
-# ---- launch -----------------------------------------------------------------------------------------------------
 
 
 class _Plan:
@@ -463,7 +336,7 @@ def _launch(
     if debug and op != "context":
         if stream and cuda.driver().is_capturing(stream):
             raise CaptureError("debug=True reads the slots back, which a capture cannot hold")
-        _check_values(given, tokens)
+        check_values(given, tokens)
     if plan is None:
         plan = _make_plan(key, everything, tokens, index, stream)
         with _lock:

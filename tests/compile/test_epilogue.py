@@ -12,7 +12,8 @@ from k3dsl import reference
 from k3dsl.nvidia import epilogue as facts
 from k3dsl.nvidia import toolchain
 from k3dsl.nvidia.epilogue import EpilogueKey, epilogue_keys
-from k3dsl.nvidia.epilogue_ops import arguments, check
+from k3dsl.nvidia.epilogue_checks import check
+from k3dsl.nvidia.epilogue_ops import arguments
 
 pytestmark = pytest.mark.compile
 
