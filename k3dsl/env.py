@@ -130,3 +130,13 @@ def logger() -> logging.Logger:
         log.setLevel(text.upper())
         log.propagate = False
     return log
+
+
+def describe(environ: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
+    """Every variable of the table: its name, its value as text, and where that comes from."""
+    environ = os.environ if environ is None else environ
+    rows = []
+    for option in TABLE:
+        text = environ.get(option.name, "").strip()
+        rows.append((option.name, text or "unset", f"environment: {option.help}" if text else option.help))
+    return rows

@@ -120,6 +120,13 @@ class CompileCache:
             entry = found[0] if found else self._from_memory(key) or (self._from_disk(key) if folder else None)
             return entry if entry is not None else self._build(key, build)
 
+    def reread(self, key: CompileKey) -> Entry | None:
+        """The entry of `key` as another process would find it, not from memory; None if it would find none.
+
+        What warm-up asks after a build: that it is stored and sound, not merely that it was built.
+        """
+        return self._from_disk(key) or self._from_layers(key)
+
     def __contains__(self, key: CompileKey) -> bool:
         """Whether `get` would find `key` without asking a server. Counts nothing, checks no payload, never raises."""
         return key.digest in self._memory or any(folder.has(key) for folder in self.folders())
@@ -325,11 +332,14 @@ class CompileCache:
         digest = _digest(key)
         removed = self._memory.drop(digest)
         if self._home.folder is not None and not self.read_only:
-            for place in list(self._home.folder.places()):
-                if place.digest == digest:
-                    self._home.folder.remove(place.path)
-                    removed = True
+            for path in self._home.folder.paths_of(digest):
+                self._home.folder.remove(path)
+                removed = True
         return removed
+
+    def quarantined_keys(self) -> list[CompileKey]:
+        """The keys of entries in quarantine, as far as they can be read."""
+        return [key for folder in self.folders() for key in explain.quarantined_keys(folder)]
 
     def stats(self) -> stats.Stats:
         """Counters of all processes by reason, what is stored, and the degraded states: see `Stats`."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3dsl.cache.entry import CorruptError, Entry
+from k3dsl.cache.entry import MANIFEST, CorruptError, Entry, Manifest
 from k3dsl.cache.key import SHORT, CompileKey, Difference
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import UntrustedError
@@ -96,6 +96,16 @@ def quarantine_notes(key: CompileKey, folder: Folder) -> list[str]:
                 with contextlib.suppress(OSError), open(f"{path}/REASON", encoding="utf-8") as file:
                     notes.append(f"an entry of this key was quarantined: {file.read().strip()} ({path})")
     return notes
+
+
+def quarantined_keys(folder: Folder) -> list[CompileKey]:
+    """The keys of entries in quarantine whose manifest is sound."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.quarantined():
+            with contextlib.suppress(CorruptError, OSError), open(f"{path}/{MANIFEST}", "rb") as file:
+                found.append(Manifest.load(file.read()).compile_key())
+    return found
 
 
 def degraded_notes(degraded: Mapping[str, str]) -> list[str]:

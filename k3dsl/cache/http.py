@@ -83,6 +83,12 @@ class HttpLayer:
         if status and not 200 <= status < 300:
             raise self._failed(OSError(errno.EIO, f"PUT is answered with {status}"))
 
+    def probe(self) -> None:
+        """Raises OSError unless the server answers a GET with anything but an error of its own."""
+        status, _ = self._ask("GET", f"{self._base}/", None)
+        if status >= 500 or status in (401, 407):
+            raise OSError(errno.EIO, f"GET is answered with {status}")
+
     def _path(self, target: str, digest: str) -> str:
         return f"{self._base}/{VERSION}/{target}/{digest[:2]}/{digest}.k3b"
 

@@ -33,6 +33,10 @@ class Layer(Protocol):
         """Stores an entry. Raises OSError."""
         ...
 
+    def probe(self) -> None:
+        """Raises OSError or UntrustedError unless the layer can be read."""
+        ...
+
 
 class FolderLayer:
     """A folder that somebody else fills: read only. Its owner is believed, for whoever lists a layer means its owner.
@@ -60,6 +64,10 @@ class FolderLayer:
 
     def give(self, manifest: Manifest, payload: bytes) -> None:
         raise OSError(f"{self.name} is read only")
+
+    def probe(self) -> None:
+        """Raises OSError or UntrustedError unless the folder can be read."""
+        self.folder.check()
 
 
 def open_layers(specs: Sequence[str | os.PathLike[str]], *, shared: bool = False) -> list[Layer]:

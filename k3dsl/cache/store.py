@@ -191,6 +191,11 @@ class Folder:
                     if is_digest(digest) and digest[:2] == shard:
                         yield Place(name, digest, f"{self._entries}/{name}/{shard}/{digest}")
 
+    def paths_of(self, digest: str) -> list[str]:
+        """Where entries of `digest` stand: one, unless a key was forged."""
+        paths = [self.path(target, digest) for target in _listing(self._entries)]
+        return [path for path in paths if os.path.lexists(path)]
+
     def remove(self, path: str) -> None:
         """Takes an entry away at once, then deletes its files. Raises OSError; FileNotFoundError if it is not there."""
         temp = f"{os.path.dirname(path)}/.tmp-{secrets.token_hex(8)}"
@@ -224,6 +229,11 @@ class Folder:
         folder = f"{self.root}/{QUARANTINE}"
         paths = [f"{folder}/{name}" for name in _listing(folder)]
         return sorted(paths, key=lambda path: (os.stat(path, follow_symlinks=False).st_ctime_ns, path))
+
+    def empty_quarantine(self) -> None:
+        """Deletes what is in quarantine. Raises OSError."""
+        for path in self.quarantined():
+            delete(path)
 
     def sweep(self) -> int:
         """Removes what killed writers left: temporary folders that nobody holds. Their number. Never raises."""

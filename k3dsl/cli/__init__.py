@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from k3dsl import __version__
-from k3dsl.cli import bench, demo, doctor, plan, warmup
+from k3dsl.cli import bench, cache, demo, doctor, plan, warmup
 from k3dsl.cli.console import report
 from k3dsl.errors import K3Error
 
@@ -22,6 +22,7 @@ app.command("demo")(demo.demo)
 app.command("warmup")(warmup.warmup)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
+app.add_typer(cache.app, name="cache")
 app.command("bench")(bench.bench)
 
 
