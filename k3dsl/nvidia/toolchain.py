@@ -8,7 +8,7 @@ kept of a compile is the cubin alone: no host code, so that objects depend on no
 Private to the DSL, seen in nvidia-cutlass-dsl 4.8.1 and held by tests/compile/test_toolchain.py:
 - `artifacts.CUBIN` of a compiled function, filled under `--keep-cubin`
 - one kernel parameter, in order, for each pointer, scalar and GridConstant tensor map
-- `remarks{ptx}`: ptxas' account of registers and spills on stderr; it leaves the cubin as it is
+- `remarks{ptx}`: ptxas' account of registers and spills on stderr; of the cubin only a note changes, not the code
 - without a driver it compiles with the newest CUDA flavour installed, so a child finds no driver while it is imported
 """
 
@@ -219,10 +219,11 @@ class Compiler:
         if reply.missing:
             raise ToolchainError(f"{title}: {reply.error}")
         if reply.error:
-            raise CompileError(f"{title} does not compile: {reply.error}{_tail(log)}")
-        if not reply.cubin:
-            raise CompileError(f"{title}: the compiler gave no cubin{_tail(log)}")
-        found = parse(reply.cubin)
+            raise CompileError(f"{title} does not compile: {_COLOUR.sub('', reply.error)}{_tail(log)}")
+        try:
+            found = parse(reply.cubin)
+        except CompileError as error:
+            raise CompileError(f"{title} compiles to what is {error}{_tail(log)}") from error
         problems = check(found, log, kernel.params, limits, getattr(kernel, "smem", 0))
         if problems:
             raise CompileError(
@@ -390,8 +391,8 @@ def _compile(request: _Request) -> bytes:
     function, arguments = import_module(key.device_module).trace(key, request.target)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as dump:
         options = f"--gpu-arch {request.target} {OPTIONS} --keep-cubin --dump-dir {dump} remarks{{ptx}}"
-        cubin: bytes = cute.compile(function, *arguments, options=options).artifacts.CUBIN
-    return cubin
+        cubin = cute.compile(function, *arguments, options=options).artifacts.CUBIN
+    return cubin if isinstance(cubin, bytes) else b""  # without a kernel it is no bytes
 
 
 def _tuples(value: Any) -> Any:
