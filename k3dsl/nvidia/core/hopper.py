@@ -18,7 +18,7 @@ LATENT: Final = 512
 TILE: Final = 64  # keys of a tile, the M of a wgmma
 PAGES: Final = (32, 64, 128)
 KV: Final = ("fp8", "bf16")
-P_DTYPES: Final = {"fp8": ("f16", "e4m3"), "bf16": ("bf16",)}
+P_DTYPES: Final = {"fp8": ("f16", "e4m3", "e4m3x2"), "bf16": ("bf16",)}
 TARGETS: Final = ("sm_90a",)
 MAX_Q: Final = 8
 MAX_HEADS: Final = 128
@@ -306,6 +306,11 @@ class MergeKey:
         """Warps with data; one more works out the weights."""
         return self.groups * self.slice // 128
 
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory: a weight a split, a slice of sums a group, the total."""
+        return 4 * MAX_SPLITS + 4 * self.groups * self.slice + 16
+
 
 def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
     """The merge that serves `requests` requests of `key`.
@@ -343,4 +348,4 @@ def merge_geometry(merge: MergeKey, key: HopperKey, *, requests: int) -> Launch:
     if not 1 <= requests <= MAX_REQUESTS:
         raise ConfigError(f"requests={requests!r} must be from 1 to {MAX_REQUESTS}")
     grid = (key.columns, LATENT // merge.slice, requests)
-    return Launch(grid=grid, block=(32 * merge.warps + 32, 1, 1), pdl=True)
+    return Launch(grid=grid, block=(32 * merge.warps + 32, 1, 1), smem=merge.smem, pdl=True)

@@ -12,7 +12,8 @@ the tensor maps' descriptors; two consumer warpgroups compute. A step is two til
 * O: warpgroup g accumulates latents 256g..256g+255 over all tiles of the step. Nothing is exchanged at the end.
 
 Rounding: S in float32 (FP8: one accumulation chain a 128-element box, added in float32: a chain that runs over all of
-them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3; l sums the unrounded P; O in float32.
+them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3 (e4m3x2: to the sum of two, 8 bits, for a second wgmma and none of
+the conversions of f16); l sums the unrounded P; O in float32.
 
 Fragments. Lane (r, c) = (lane // 4, lane % 4) of warp w has in accumulator [4g + 2h + b] row 16w + r + 8h, column
 8g + 2c + b. FP8 V reaches the A operand by ldmatrix.trans of 16-bit units: register j of a lane has keys 8j + 2c (low
@@ -36,8 +37,8 @@ UNSEEN = -1.0e30
 #: P is 2^(score - m + bias). m need not be the maximum of the scores so far: it is raised to it only when an exponent
 #: passes the limit. That is rare after the first tiles, and saves finding and exchanging maxima in all other steps. The
 #: largest P, 256, is in the range of every type (448 for e4m3); the bias of e4m3 keeps P down to 2^-13 from vanishing.
-P_LIMIT = {"f16": 8.0, "bf16": 8.0, "e4m3": 8.0}
-P_BIAS = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0}
+P_LIMIT = {"f16": 8.0, "bf16": 8.0, "e4m3": 8.0, "e4m3x2": 8.0}
+P_BIAS = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
 #: Registers a thread of the consumers and of the loaders, where the even share of 168 is too little.
@@ -57,6 +58,8 @@ class Core:
     def __init__(self, key: HopperKey) -> None:
         self.key, self.smem = key, smem(key)
         self.fp8 = key.kv == "fp8"
+        self.e4m3 = key.p in ("e4m3", "e4m3x2")
+        self.parts = 2 if key.p == "e4m3x2" else 1  # summands of P
         self.width = 128 if self.fp8 else 64  # elements of a box row
         self.boxes = ENTRY // self.width  # whole boxes; FP8 has a tail of 64 elements beside them
         self.half = key.n // 2  # accumulator registers of a 64-row tile
@@ -309,6 +312,8 @@ class Core:
                     if valid < TILE + key.q - 1:
                         self.mask(s, w, r, c, block, valid)
                     if valid < TILE:
+                        if cutlass.const_expr(not pair):  # the other warpgroup may still read the keys
+                            cute.arch.barrier(barrier_id=3, number_of_threads=256)
                         self.clear_values(tile, group, tid, valid)
                 # ---- P^T of my tile by the m that we have; it holds if no score is far above m
                 half_p = base + lay.p + (step // (2 if pair else 1) & 1) * 2 * lay.p_bytes
@@ -481,7 +486,7 @@ class Core:
         e4m3: the keys r and r + 8 of a warp's 16 are neighbours, so that the lane that holds both stores one 16-bit
         pair; the A operand is put together in the same order. Columns 8g + 2c + b: one address for each b.
         """
-        if self.key.p == "e4m3":
+        if self.e4m3:
             c, r = lane & 3, lane >> 2
             return [p + (2 * c + b) * 64 + ((w ^ c) << 4) + r * 2 for b in range(2)]
         i, h, x = lane & 7, (lane >> 3) & 1, lane >> 4
@@ -504,9 +509,13 @@ class Core:
                 worst = peak if worst is None else ptx.fmax(worst, peak)
                 sums.append(p0 + p1)
                 pairs.append((p0, p1))
-            if kind == "e4m3":
-                for b in range(2):
-                    ptx.sts_b16(at[b], ptx.cvt_e4m3x2(pairs[b][1], pairs[b][0]), offset=g * 512)
+            if self.e4m3:
+                for b, pair in enumerate(pairs):
+                    if kind == "e4m3x2":
+                        rest = [x - ptx.e4m3_near(x) for x in pair]
+                        pair = [ptx.e4m3_near(x) for x in pair]
+                        ptx.sts_b16(at[b], ptx.cvt_e4m3x2(rest[1], rest[0]), offset=g * 512 + self.key.n * 64)
+                    ptx.sts_b16(at[b], ptx.cvt_e4m3x2(pair[1], pair[0]), offset=g * 512)
             else:
                 convert = ptx.cvt_f16x2 if kind == "f16" else ptx.cvt_bf16x2
                 regs.append([convert(pairs[1][h], pairs[0][h]) for h in range(2)])
@@ -519,7 +528,7 @@ class Core:
 
         A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them.
         """
-        half, f16 = self.half, self.key.p == "f16"
+        half, f16 = self.half, not self.e4m3
         other = va ^ 64  # the second 64 latents of a box
         for t in range(self.latent_tiles):
             d = [acc[half * t + x] for x in range(half)]
@@ -531,12 +540,12 @@ class Core:
                     steps = [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
                 else:
                     a = [ptx.prmt(v[j], v[j + 1], sel) for j in (0, 2) for sel in (0x6240, 0x7351)]
-                    steps = [(a, k32 * 32)]
+                    steps = [(a, k32 * 32 + x * self.key.n * 64) for x in range(self.parts)]
                 if t or k32:
                     cute.nvgpu.warpgroup.wait_group(1)
                 cute.nvgpu.warpgroup.fence()
                 for fragment, p_at in steps:
-                    d = ptx.wgmma_rs(self.key.p, d, fragment, p_lo + p_at // 16, ptx.SW128 if f16 else ptx.SW64)
+                    d = ptx.wgmma_rs("f16" if f16 else "e4m3", d, fragment, p_lo + p_at // 16, ptx.SW128 if f16 else ptx.SW64)
                 cute.nvgpu.warpgroup.commit_group()
             for x in range(half):
                 acc[half * t + x] = d[x]
