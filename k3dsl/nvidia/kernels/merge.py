@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, MergeKey
+from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, MergeKey, merge_smem
 from k3dsl.nvidia.kernels import cut, ptx
 
 UNSEEN = -1.0e30  # as the core writes it
@@ -43,7 +43,11 @@ class Merge:
         stream: cuda.CUstream,
     ):
         self.kernel(partial, stats, lengths, out, lse, requests, splits, slots, columns, out_scale).launch(
-            grid=(1, LATENT // self.key.slice, 1), block=(32 * self.key.warps + 32, 1, 1), stream=stream, use_pdl=True
+            grid=(1, LATENT // self.key.slice, 1),
+            block=(32 * self.key.warps + 32, 1, 1),
+            smem=self.key.smem,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -65,10 +69,9 @@ class Merge:
         column, part, request = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        smem = cutlass.memory.SmemAllocator()
-        weights = smem.allocate(4 * MAX_SPLITS, 16).toint()
-        sums = smem.allocate(4 * key.groups * key.slice, 16).toint()
-        total_at = smem.allocate(16, 16).toint()
+        base = cutlass.memory.SmemAllocator().allocate(merge_smem(key), 16).toint()
+        weights, sums = base, base + 4 * MAX_SPLITS
+        total_at = sums + 4 * key.groups * key.slice
         cute.arch.griddepcontrol_launch_dependents()
         # The lengths are older than the kernel before the core, and that one is over when a core begins.
         work = cut.split(cut.load_lengths(lengths, requests, lane), requests, splits)
