@@ -1,7 +1,7 @@
 """The capture guard: what must never happen inside a stream capture is refused before it touches the stream.
 
-A compile, a module load, an allocation that replays will use, the growth of a workspace: each would end the capture with
-a driver error, or worse, be frozen into the graph. A refusal leaves the stream and the capture valid.
+A compile, a module load, an allocation that replays will use, the growth of a workspace: each would end the capture
+with a driver error, or worse, be frozen into the graph. A refusal leaves the stream and the capture valid.
 """
 
 import sys
@@ -11,7 +11,7 @@ from k3dsl.errors import CaptureError
 
 
 def capturing() -> bool:
-    """Whether torch's current stream is being captured. Loads nothing: without torch and its CUDA there is no capture."""
+    """Whether torch's current stream is being captured. Loads nothing: without torch's CUDA there is no capture."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False

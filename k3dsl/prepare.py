@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k3dsl.capture import guard
 from k3dsl.deployment import REFERENCE, Deployment
-from k3dsl.errors import ConfigError, K3Error, ToolchainError
+from k3dsl.errors import CompileError, ConfigError, K3Error, ToolchainError
 
 if TYPE_CHECKING:
     import torch
 
-    from k3dsl.cache import Build, CompileCache, CompileKey
+    from k3dsl.cache import Build, Built, CompileCache, CompileKey
     from k3dsl.nvidia.prepared import PreparedMla
     from k3dsl.prepared_reference import PreparedReference
 
@@ -33,7 +33,7 @@ class Target(str):
 
 
 def detect_target(device: "torch.device | str | int | None" = None) -> Target | None:
-    """The target of `device` (by default of device 0). None without a GPU, or with one that k3dsl has no kernels for."""
+    """The target of `device` (by default of device 0); None without a GPU or with one that there are no kernels for."""
     from k3dsl.nvidia.device import device as facts
 
     try:
@@ -66,10 +66,9 @@ def prepare(
 ) -> "PreparedMla | PreparedReference":
     """The prepared object of `plan.target` for one layer: it has `prepare_cache`, `run` and `shapes`.
 
-    attention: weights as in k3dsl.MlaWeights, on `device`. cache: where kernels come from; by default the user's. Layers
-    of one plan on one device share executables and scratch memory, so their runs must be ordered, as on one stream.
-    Raises ConfigError for weights that do not fit the plan or a device of another target, ToolchainError for a core whose
-    package is missing, CaptureError inside a stream capture.
+    attention: weights as in k3dsl.MlaWeights, on `device`. cache: where kernels come from; by default the user's.
+    Layers on one device share executables and scratch memory, so their runs must be ordered, as on one stream. Raises
+    ConfigError for weights that do not fit the plan or a device of another target, CaptureError inside a capture.
     """
     if plan.target == REFERENCE:
         from k3dsl.prepared_reference import PreparedReference
@@ -137,6 +136,8 @@ def warmup(
 
 
 class _Warmup:
+    """One warm-up: a thread for each compiler, which is a child process."""
+
     def __init__(
         self, cache: "CompileCache", keys: "list[CompileKey]", progress: Callable[[Progress], None] | None
     ) -> None:
@@ -146,11 +147,12 @@ class _Warmup:
         self._began = time.monotonic()
         self._at_work: dict[CompileKey, None] = {}
         self._lock = threading.Lock()
-        self._compilers: list[Any] = []
-        self._mine = threading.local()
         self._stopped = False
 
     def run(self, jobs: int) -> Report:
+        from k3dsl.nvidia.toolchain import Compilers
+
+        self._compilers = Compilers(jobs)
         built, hit, failures = 0, 0, []
         pool = ThreadPoolExecutor(jobs, thread_name_prefix="k3dsl-warmup")
         try:
@@ -168,11 +170,10 @@ class _Warmup:
                     else:
                         raise error
             self._tell(len(todo))
-        finally:
+        finally:  # on Ctrl-C too: compilers are ended at once, so that no thread waits for them
             self._stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
-            for compiler in self._compilers:
-                compiler.close()
+            self._compilers.close()
             pool.shutdown(wait=True)
         seconds = round(time.monotonic() - self._began, 3)
         return Report(len(self._keys), built, hit, len(failures), seconds, tuple(failures))
@@ -184,43 +185,28 @@ class _Warmup:
             self._progress(Progress(done, len(self._keys), names, time.monotonic() - self._began))
 
     def _one(self, key: "CompileKey") -> bool:
-        """Whether `key` had to be built. It is in the cache afterwards, and its object is one that loads."""
+        """Whether `key` had to be built. Its entry is stored afterwards, and its object is one that loads."""
         with self._lock:
             self._at_work[key] = None
         try:
-            ran = False
-
-            def build(key: "CompileKey") -> Any:
-                nonlocal ran
-                ran = True
-                return self._compiler().build(key)
-
-            self._cache.get_or_build(key, build)
-            entry = self._cache.get(key)
-            if entry is None:
-                raise ToolchainError(f"{key.kernel} {key.short} was built but is not in the cache: see `k3dsl doctor`")
+            entry = self._cache.get_or_build(key, self._build)
             check_object(key, entry.payload)
-            return ran
+            if entry.source == "built" and entry.path is None and self._cache.degraded:
+                why = "; ".join(self._cache.degraded.values())
+                raise ToolchainError(f"{key.kernel} {key.short} was built but could not be stored: {why}")
+            return entry.source == "built"
         finally:
             with self._lock:
                 del self._at_work[key]
 
-    def _compiler(self) -> Any:
-        """This thread's compiler: a child process of its own."""
-        from k3dsl.nvidia.toolchain import Compiler
-
-        if getattr(self._mine, "compiler", None) is None:
-            with self._lock:
-                if self._stopped:
-                    raise ToolchainError("the warm-up was stopped")
-                self._mine.compiler = Compiler()
-                self._compilers.append(self._mine.compiler)
-        return self._mine.compiler
+    def _build(self, key: "CompileKey") -> "Built":
+        if self._stopped:
+            raise ToolchainError("the warm-up was stopped")
+        return self._compilers.build(key)
 
 
 def check_object(key: "CompileKey", payload: bytes) -> None:
-    """Raises CompileError or ConfigError unless `payload` is an object of `key`'s target with the kernel's parameters."""
-    from k3dsl.errors import CompileError
+    """Raises CompileError or ConfigError unless `payload` is an object of `key`'s target with its parameters."""
     from k3dsl.nvidia.cubin import parse
     from k3dsl.nvidia.driver import check_params
     from k3dsl.nvidia.toolchain import kernel_key

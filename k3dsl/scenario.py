@@ -233,7 +233,7 @@ class Stack:
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """The largest |result - expected| / |expected| over rows, norms over a row; inf where a zero row is not zero, or NaN."""
+    """The largest |result - expected| / |expected| of a row; inf for a NaN, or where a row of zeros is not zero."""
     mine, theirs = result.to(torch.float64), expected.to(torch.float64)
     difference, size = (mine - theirs).norm(dim=-1), theirs.norm(dim=-1)
     error = torch.where(difference == 0, 0.0, difference / size)

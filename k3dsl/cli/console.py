@@ -1,4 +1,4 @@
-"""What every command prints with: people read stderr and tables on stdout, machines read one JSON document on stdout."""
+"""What every command prints with: people get tables, machines one JSON document on stdout."""
 
 import json
 import sys

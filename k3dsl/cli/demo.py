@@ -140,7 +140,7 @@ class Demo:
 
         cache = CompileCache()
         keys = plan.keys()
-        there = {key for key in keys if cache.get(key) is not None}
+        there = {key for key in keys if key in cache}
         report = run([plan], cache, jobs=2)
         self.compiled, self.hits = report.built, report.hit
         if report.failures:
@@ -208,8 +208,10 @@ class Demo:
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        facts = ("target", "steps", "max_rel_error", "compiled", "hits", "us_per_step", "layers", "kv_format", "q", "tp",
-                 "page_size", "limit", "entry_error", "strays", "replays", "errors", "kernels")  # fmt: skip
+        facts = (
+            *("target", "steps", "max_rel_error", "compiled", "hits", "us_per_step", "layers", "kv_format", "q", "tp"),
+            *("page_size", "limit", "entry_error", "strays", "replays", "errors", "kernels"),
+        )
         return {
             "ok": self.ok,
             **{name: getattr(self, name) for name in facts},

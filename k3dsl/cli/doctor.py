@@ -1,10 +1,14 @@
 """`k3dsl doctor`: one line for everything that a layer needs, what is wrong with it and what to do."""
 
+import os
 import platform
-import sys
+import pwd
+import stat
+import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -12,14 +16,17 @@ from k3dsl import __version__
 from k3dsl.cli.console import FINDING, Json, emit, out
 from k3dsl.errors import K3Error
 
+if TYPE_CHECKING:
+    from k3dsl.cache import CompileCache
+
 _MARKS: Final = {
     "ok": "[green]ok[/green]  ",
     "info": "[blue]info[/blue]",
     "warn": "[yellow]warn[/yellow]",
     "bad": "[red]bad[/red] ",
 }
-#: The driver API used here (cuLibraryLoadData, cuKernelSetAttribute, cuLaunchKernelEx) as 1000 * major + 10 * minor.
-_DRIVER: Final = 12040
+#: GiB below which the cache folder is nearly full.
+_LEAST_GIB: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,6 @@ def doctor(json: Json = False) -> None:
 def python() -> list[Check]:
     """Interpreter and packages."""
     found = [Check("k3dsl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.machine()}")]
-    if sys.version_info < (3, 10):
-        found[0] = Check("k3dsl", "bad", found[0].found, "install Python 3.10 or later")
     version = _version("torch")
     if version is None:
         found.append(Check("torch", "bad", "not installed", "pip install torch"))
@@ -84,10 +89,6 @@ def gpu() -> list[Check]:
         ]
     served = f"{version // 1000}.{version % 1000 // 10}"
     checks = [Check("CUDA driver", "ok", f"serves CUDA {served}")]
-    if version < _DRIVER:
-        checks[0] = Check(
-            "CUDA driver", "bad", f"serves CUDA {served}", "install a driver that serves CUDA 12.4 or later"
-        )
     for index in range(count):
         facts = device(index)
         text = f"{facts.name}, sm_{facts.capability[0]}{facts.capability[1]}, {facts.sm_count} SMs"
@@ -113,37 +114,129 @@ def _torch_sees(count: int) -> list[Check]:
 
 def toolchain() -> list[Check]:
     """Compilers. Objects are plain cubins: no linker and no C compiler takes part."""
-    from k3dsl.nvidia.toolchain import DSL_VERSION, facts, has_compiler
+    from k3dsl.nvidia.toolchain import CUDA, PINNED, installed
 
-    version = has_compiler()
+    version, wanted = installed(), PINNED["nvidia-cutlass-dsl"]
     if version is None:
-        text = f"CuTe DSL is not installed: objects built with {DSL_VERSION} can be loaded, none can be built"
-        checks = [Check("NVIDIA compiler", "info", text, "pip install 'k3dsl[nvidia]' to build here")]
-    elif version != DSL_VERSION:
-        text = f"CuTe DSL {version}, kernels were written for {DSL_VERSION}"
-        checks = [Check("NVIDIA compiler", "warn", text, f"pip install nvidia-cutlass-dsl[cu13]=={DSL_VERSION}")]
+        text = f"CuTe DSL is not installed: objects built with {wanted} can be loaded, none can be built"
+        check = Check("NVIDIA compiler", "info", text, "pip install 'k3dsl[nvidia]' to build here")
+    elif version != wanted:
+        text = f"CuTe DSL {version}, kernels were written for {wanted}"
+        check = Check("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
     else:
-        checks = [Check("NVIDIA compiler", "ok", f"CuTe DSL {version}")]
-    words = ", ".join(f"{name} {value}" for name, value in facts().items())
-    return [
-        *checks,
-        Check("toolchain in keys", "ok", words),
-        Check("linker", "ok", "none is needed: objects are cubins, launched through the driver"),
-    ]
+        check = Check("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
+    return [check, Check("linker", "ok", "none is needed: objects are cubins, launched through the driver")]
 
 
 def caches() -> list[Check]:
     """The cache folder and its layers."""
-    from k3dsl.cache.doctor import findings
+    from k3dsl.cache import CompileCache
 
-    return [Check(f.name, f.status, f.found, f.todo) for f in findings()]
+    try:
+        cache = CompileCache()
+    except K3Error as error:
+        return [Check("cache", "bad", str(error), "mend the variable that is named")]
+    if cache.folder is None and not cache.degraded:
+        return [Check("cache", "info", "off: kernels stay in memory", "unset K3DSL_CACHE to keep them")]
+    if cache.root is None:
+        return [Check("cache folder", "bad", *_degraded(cache))]
+    checks = [_folder(Path(cache.root), cache.read_only), *_lock(cache)]
+    checks += [Check("cache", "bad", text) for code, text in cache.degraded.items() if code != "lock_unsupported"]
+    stats = cache.stats()
+    if stats.quarantined:
+        todo = "`k3dsl cache verify` says what is wrong, `k3dsl cache prune` removes them"
+        checks.append(Check("quarantine", "warn", f"{stats.quarantined} entries were not what was stored", todo))
+    checks.append(Check("entries", "ok", f"{stats.entries} in {stats.bytes / 2**20:.1f} MiB"))
+    for layer in cache.layers:
+        there = layer.remote or Path(layer.name).is_dir()
+        todo = "" if there else "mount it, or take it out of K3DSL_CACHE_LAYERS"
+        checks.append(
+            Check("layer", "ok" if there else "warn", layer.name if there else f"{layer.name} is missing", todo)
+        )
+    return checks
+
+
+def _degraded(cache: "CompileCache") -> tuple[str, str]:
+    return "; ".join(cache.degraded.values()) or "none", "set K3DSL_CACHE_DIR to a folder that can be written"
+
+
+def _folder(root: Path, read_only: bool) -> Check:
+    """Place, owner, mode, filesystem, space; and a file written there."""
+    todo = "set K3DSL_CACHE_DIR to a folder that can be written"
+    place = next((p for p in (root, *root.parents) if p.exists()), root)
+    try:
+        status, space = place.stat(), os.statvfs(place)
+        free = space.f_bavail * space.f_frsize / 2**30
+        text = f"{root} ({_filesystem(place)}, owner {_owner(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}, "
+        text += f"{free:.1f} GiB free)" if place == root else f"{free:.1f} GiB free, not made yet)"
+        if read_only:
+            return Check("cache folder", "info", f"{text}, read only as asked")
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return Check("cache folder", "bad", f"{root}: {error.strerror}", todo)
+    return Check("cache folder", "ok" if free > _LEAST_GIB else "warn", text, "" if free > _LEAST_GIB else "free space")
+
+
+def _lock(cache: "CompileCache") -> list[Check]:
+    """Whether a lock can be taken there."""
+    from k3dsl.cache.lock import Lock
+
+    if cache.read_only or cache.root is None or not Path(cache.root).is_dir():
+        return []
+    lock = Lock(str(cache.root))
+    try:
+        lock.take()
+    except OSError as error:
+        text = f"none ({error.strerror}): processes may build one kernel twice"
+        return [Check("cache lock", "warn", text, "set K3DSL_CACHE_DIR to a local folder")]
+    finally:
+        lock.release()
+    return [Check("cache lock", "ok", "works")]
+
+
+def _filesystem(place: Path) -> str:
+    """The type of the filesystem that `place` is on."""
+    best, kind = "", "unknown filesystem"
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        _, mount, name, *_ = line.split(" ")
+        if len(mount) >= len(best) and place.resolve().is_relative_to(mount):
+            best, kind = mount, name
+    return kind
+
+
+def _owner(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def environment() -> list[Check]:
-    """Every variable that k3dsl reads, with its value and where that comes from."""
-    from k3dsl.env import describe
+    """Every variable that k3dsl reads, and those that look like one."""
+    from k3dsl import env
 
-    return [Check(name, "ok", f"{value} ({origin})") for name, value, origin in describe()]
+    found = []
+    try:
+        settings = env.settings()
+    except K3Error as error:
+        return [Check("environment", "bad", str(error), "mend or unset the variable")]
+    for option in env.TABLE:
+        text = os.environ.get(option.name, "")
+        value = getattr(settings, option.field)
+        found.append(
+            Check(option.name, "ok", f"{text} (environment)" if text.strip() else f"{_default(value)} (default)")
+        )
+    found += [Check(name, "warn", "is not read", "unset it, or mend its name") for name in env.unknown()]
+    return found
+
+
+def _default(value: object) -> str:
+    return "unset" if value is None or value == () else str(value)
 
 
 def _version(name: str) -> str | None:

@@ -68,7 +68,7 @@ def key_rows(plans: list[Deployment]) -> list[dict[str, Any]]:
             "kernel": key.kernel,
             "params": dict(key.params),
             "target": key.target,
-            "present": cache.get(key) is not None,
+            "present": key in cache,
         }
         for key in keys
     ]

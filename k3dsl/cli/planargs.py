@@ -1,4 +1,4 @@
-"""The arguments that name a deployment, shared by warmup, plan and `cache why`; and the plan file with the same names."""
+"""The arguments that name a deployment, shared by warmup, plan and `cache why`; the plan file has the same names."""
 
 import sys
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class PlanArguments:
     dcp: int | None = None
 
     def deployments(self) -> list[Deployment]:
-        """One deployment a target. Raises ConfigError for bad arguments, an unreadable file or an unknown name in it."""
+        """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""
         given = dict(_read(self.plan) if self.plan is not None else {})
         given |= {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
         model = given.pop("model", "kimi-k3")

@@ -1,12 +1,13 @@
 """`k3dsl warmup`: every key of a deployment built, with no GPU."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out
+from k3dsl.deployment import Deployment
 from k3dsl.prepare import Progress, Report
 from k3dsl.prepare import warmup as warm
 
@@ -56,7 +57,7 @@ def warmup(
         raise typer.Exit(FINDING)
 
 
-def run(plans: list, cache, jobs: int) -> Report:
+def run(plans: list[Deployment], cache: Any, jobs: int) -> Report:
     """A warm-up with a progress bar on stderr: the kernel at work and the time left."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

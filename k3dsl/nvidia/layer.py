@@ -1,22 +1,25 @@
-"""Which kernels one shape of a layer runs. `Deployment.keys` and `PreparedMla` both ask here, so that they cannot differ."""
+"""Which kernels one shape of a layer runs. `Deployment.keys` and `PreparedMla` both ask here, so they cannot differ."""
 
 from dataclasses import dataclass
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia import query, value
+from k3dsl.nvidia import query as queries
+from k3dsl.nvidia import value as values
 from k3dsl.nvidia.core import hopper
+from k3dsl.nvidia.query import QueryKey
+from k3dsl.nvidia.value import ValueKey
 
 
 @dataclass(frozen=True)
 class ShapeKeys:
     """The kernel keys of a shape, in launch order. `core` and `merge` are None where another package has the core."""
 
-    query: query.QueryKey
+    query: QueryKey
     core: hopper.HopperKey | None
     merge: hopper.MergeKey | None
-    value: value.ValueKey
+    value: ValueKey
 
-    def all(self) -> list[query.QueryKey | hopper.HopperKey | hopper.MergeKey | value.ValueKey]:
+    def all(self) -> list[QueryKey | hopper.HopperKey | hopper.MergeKey | ValueKey]:
         """Those that k3dsl builds."""
         return [key for key in (self.query, self.core, self.merge, self.value) if key is not None]
 
@@ -25,12 +28,12 @@ def shape_keys(*, target: str, heads: int, kv_format: str, page: int, core: str,
     """The kernels for `rows` rows, q a request. Raises ConfigError with every reason why they cannot be built."""
     attend = hopper.choose(heads=heads, q=q, page=page, kv=kv_format) if core == "hopper" else None
     keys = ShapeKeys(
-        query=query.config(heads, rows, kv_format),
+        query=queries.config(heads, rows, kv_format),
         core=attend,
         merge=hopper.merge_key(attend, requests=rows // q) if attend is not None else None,
-        value=value.ValueKey(heads, value.tile_for(rows)),
+        value=ValueKey(heads, values.tile_for(rows)),
     )
-    bad = query.supports(keys.query, target) + value.supports(keys.value, target)
+    bad = queries.supports(keys.query, target) + values.supports(keys.value, target)
     if keys.core is not None and keys.merge is not None:
         bad += hopper.supports(keys.core, target) + hopper.merge_supports(keys.merge, target)
     if bad:
