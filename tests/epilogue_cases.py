@@ -1,6 +1,6 @@
 """Cases of the fused epilogues: the same call for the oracle and for the kernels, inputs with all that may go wrong."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,14 +73,23 @@ class Call:
         )  # fmt: skip
 
 
+def but(case: Case, **changes: Any) -> Case:
+    """The case with other fields."""
+    return replace(case, **changes)
+
+
+def whole(t: Tensor) -> Tensor:
+    """The bytes of the tensor's storage, with what lies between its rows."""
+    return torch.tensor([], dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
 def clone(t: Any, device: Any = None) -> Any:
     """A tensor with the same values, strides and offset in its own storage; other objects as they are."""
     if not isinstance(t, Tensor):
         return t
-    storage = torch.tensor([], dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-    moved = storage.to(device or t.device, copy=True)
-    whole = moved[: moved.numel() // t.element_size() * t.element_size()].view(t.dtype)
-    return whole.as_strided(t.shape, t.stride(), t.storage_offset())
+    moved = whole(t).to(device or t.device, copy=True)
+    elements = moved[: moved.numel() // t.element_size() * t.element_size()].view(t.dtype)
+    return elements.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def draw(case: Case, g: torch.Generator, *shape: int) -> Tensor:

@@ -1,18 +1,14 @@
 """MlaValue: every build compiles within its limits, and its PTX, run on the CPU, computes what the oracle does."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from ptx_grid import Memory, program, run
+from value_cases import NAN, Case, check, inputs
 
-from k3dsl import reference
 from k3dsl.nvidia import toolchain
 from k3dsl.nvidia import value as facts
 
 pytestmark = pytest.mark.compile
-
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -43,46 +39,6 @@ def test_weights_are_requested_before_the_dependency_wait():
     assert max(others) < ops.index("griddepcontrol.launch_dependents")
 
 
-@dataclass(frozen=True)
-class Case:
-    rows: int
-    heads: int = 2
-    q: int = 1
-    lengths: str = "mixed"  # some 0; "all": none; "none": all 0
-    tile: int = 0  # 0: as rows ask
-
-    @property
-    def key(self) -> facts.ValueKey:
-        return facts.ValueKey(self.heads, self.tile or facts.tile_for(self.rows))
-
-
-def inputs(case: Case, seed: int = 0) -> dict:
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g).bfloat16()
-
-    rows, heads, requests = case.rows, case.heads, case.rows // case.q
-    lengths = torch.randint(1, 9000, (requests + 2,), generator=g, dtype=torch.int32)
-    if case.lengths == "mixed":
-        lengths[torch.rand(requests + 2, generator=g) < 0.4] = 0
-    elif case.lengths == "none":
-        lengths.zero_()
-    gate = normal(rows, 2112 + heads * 128)[:, 2112:]
-    gate[-1, :8] = torch.tensor([INF, -INF, 100.0, -100.0, 0.0, -0.0, -87.5, -88.5])
-    latent = normal(rows, heads, 512)
-    empty = (lengths[:requests] == 0).repeat_interleave(case.q)
-    gate[empty], latent[empty] = NAN, NAN
-    return {
-        "latent": latent,
-        "weight": (normal(heads, 256, 512) * 0.05)[:, 128:].transpose(1, 2),
-        "gate": gate,
-        "lengths": lengths,
-        "out": torch.full((rows, heads * 128), NAN, dtype=torch.bfloat16),
-        "q": case.q,
-    }
-
-
 def launch(case: Case, given: dict) -> torch.Tensor:
     memory, values = Memory(), facts.arguments(case.key, **given)
     for name in ("latent", "weight", "gate", "lengths", "out"):
@@ -93,30 +49,16 @@ def launch(case: Case, given: dict) -> torch.Tensor:
     return given["out"]
 
 
-def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance of bf16 values in steps; -0 and 0 are one."""
-    x, y = (t.view(torch.int16).int() for t in (a, b))
-    x, y = (torch.where(t < 0, -32768 - t, t) for t in (x, y))
-    return (x - y).abs()
-
-
 CASES = [
     Case(1), Case(2, heads=12, lengths="all"), Case(15, heads=1, q=3), Case(16, q=4), Case(17), Case(33, heads=1),
     Case(64, heads=1, q=4), Case(4, heads=3, lengths="none"), Case(5, heads=1, tile=32), Case(40, heads=1, tile=16),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_values(case):
     given = inputs(case)
-    want = reference.value(given["latent"], given["weight"], given["gate"], given["lengths"], case.q)
-    got = launch(case, given)
-    off = ulps(got, want)
-    assert off.max() <= 1
-    assert (off > 0).float().mean() < 0.01
-    empty = (given["lengths"][: case.rows // case.q] <= 0).repeat_interleave(case.q)
-    assert (got[empty].view(torch.int16) == 0).all()  # +0, not -0
-    assert not got[~empty].isnan().any()
+    check(case, given, launch(case, given))
 
 
 def test_rows_do_not_depend_on_each_other():
