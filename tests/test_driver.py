@@ -240,7 +240,9 @@ def test_code_is_loaded_before_the_first_launch_and_nothing_in_a_capture():
     assert not driver.is_capturing(3)
     with driver.capture(3):
         assert driver.is_capturing(3)
+        before = driver.calls["cuStreamIsCapturing"]
         assert not driver.is_capturing(0)
+        assert driver.calls["cuStreamIsCapturing"] == before
         for _ in range(3):
             plan.launch(3)
         assert driver.violations == []

@@ -201,7 +201,9 @@ class Driver:
             return self._contexts[device]
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a graph is being captured on `stream`."""
+        """Whether a graph is being captured on `stream`. The default stream cannot be, and is not asked about."""
+        if not stream:  # asking would break a capture of another stream
+            return False
         value = c_int()
         self._call("cuStreamIsCapturing", stream, byref(value))
         return value.value != 0

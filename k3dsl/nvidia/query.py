@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.driver import Launch, Param
+from k3dsl.nvidia.launch import Launch, Param
 
 LORA: Final = 1536  # q latent
 NOPE: Final = 128

@@ -17,6 +17,7 @@ from elftools.elf.elffile import ELFFile
 from faulty import FaultyKey, GreedyKey, OtherParamsKey
 
 from k3dsl.cache import CompileKey
+from k3dsl.cache.sources import source_files
 from k3dsl.errors import CompileError, ConfigError, ToolchainError
 from k3dsl.nvidia import toolchain
 from k3dsl.nvidia.cubin import parse
@@ -141,6 +142,20 @@ def test_every_kernel_is_found_by_its_name():
         kernel_key("mla_other", {})
     with pytest.raises(ConfigError, match=r"mla_value has other params than \{'hands': 3\}"):
         kernel_key("mla_value", {"hands": 3})
+
+
+def test_a_kernel_is_keyed_by_device_code_and_facts_alone():
+    """A change of what loads, launches or caches objects must not rebuild them."""
+    for maker in list(toolchain.KERNELS.values()):
+        module, _, title = maker.partition(":")
+        if not module.startswith("k3dsl."):
+            continue
+        device_module = getattr(toolchain.import_module(module), title).device_module
+        files = source_files(device_module)
+        allowed = {module, "k3dsl.errors", "k3dsl.nvidia.launch"}
+        extra = {name for name in files if not name.startswith("k3dsl.nvidia.kernels.")} - allowed
+        assert extra == set(), f"{device_module} is traced from more than it should be"
+        assert {module, device_module} <= files.keys()
 
 
 def test_without_a_compiler_the_error_says_what_to_install(versions):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.driver import Launch, Param
+from k3dsl.nvidia.launch import Launch, Param
 
 ENTRY: Final = 576  # elements of a cache entry: all of them are the key, the first LATENT the value
 LATENT: Final = 512
