@@ -500,7 +500,7 @@ def launch(
     for z in range(shape.grid[2]):
         for y in range(shape.grid[1]):
             for x in range(shape.grid[0]):
-                block = Block(shape.smem or 1 << 16, maps, late or [])
+                block = Block(shape.smem, maps, late or [])
                 block.warps = [Warp(code, block, i, (x, y, z), shape.grid) for i in range(code.threads // 32)]
                 for warp in block.warps:
                     warp.start(arguments, memory.buffers)

@@ -343,11 +343,6 @@ def merge_supports(key: MergeKey, target: str) -> list[str]:
     return bad
 
 
-def merge_smem(key: MergeKey) -> int:
-    """Shared memory of a merge CTA, bytes: a weight a split, a partial sum a group, the total."""
-    return 4 * MAX_SPLITS + 4 * key.groups * key.slice + 16
-
-
 def merge_geometry(merge: MergeKey, key: HopperKey, *, requests: int) -> Launch:
     """The merge's launch: grid (columns, latent slices, requests)."""
     if not 1 <= requests <= MAX_REQUESTS:

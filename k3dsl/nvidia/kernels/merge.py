@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, MergeKey, merge_smem
+from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, MergeKey
 from k3dsl.nvidia.kernels import cut, ptx
 
 UNSEEN = -1.0e30  # as the core writes it
@@ -69,7 +69,7 @@ class Merge:
         column, part, request = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        base = cutlass.memory.SmemAllocator().allocate(merge_smem(key), 16).toint()
+        base = cutlass.memory.SmemAllocator().allocate(key.smem, 16).toint()
         weights, sums = base, base + 4 * MAX_SPLITS
         total_at = sums + 4 * key.groups * key.slice
         cute.arch.griddepcontrol_launch_dependents()
