@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -152,6 +153,7 @@ class Compilers:
         if jobs < 1:
             raise ConfigError(f"jobs={jobs!r} must be at least 1")
         self._all = [Compiler(seconds) for _ in range(jobs)]
+        self._closed = False
         self._idle: queue.LifoQueue[Compiler] = queue.LifoQueue()  # the last used again first: it has the DSL imported
         for compiler in self._all:
             self._idle.put(compiler)
@@ -163,7 +165,8 @@ class Compilers:
         self.close()
 
     def close(self) -> None:
-        """Ends all children, whatever they are doing."""
+        """Ends all children, whatever they are doing. Builds that wait for one raise ToolchainError."""
+        self._closed = True
         for compiler in self._all:
             compiler.close()
 
@@ -171,6 +174,8 @@ class Compilers:
         """See `Compiler.build`."""
         compiler = self._idle.get()
         try:
+            if self._closed:
+                raise ToolchainError(f"{key.kernel} ({key.short}) is not built: the compilers were stopped")
             return compiler.build(key)
         finally:
             self._idle.put(compiler)
@@ -181,6 +186,7 @@ class Compiler:
 
     def __init__(self, seconds: float = BUILD_SECONDS) -> None:
         self._seconds = seconds
+        self._busy = threading.Lock()
         self._child: _Child | None = None
 
     def __enter__(self) -> "Compiler":
@@ -190,7 +196,17 @@ class Compiler:
         self.close()
 
     def close(self) -> None:
-        """Ends the child, whatever it is doing."""
+        """Ends the child, whatever it is doing: a build of another thread raises CompileError."""
+        while not self._busy.acquire(timeout=0.05):
+            child = self._child  # again and again: a build may be about to start one
+            if child is not None:
+                child.kill()
+        try:
+            self._drop()
+        finally:
+            self._busy.release()
+
+    def _drop(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.end()
@@ -235,13 +251,14 @@ class Compiler:
         return Built(payload=reply.cubin, filename=PAYLOAD, resources=resources, log=log)
 
     def _ask(self, request: _Request) -> tuple[_Reply, str]:
-        if self._child is None:
-            self._child = _Child()
-        try:
-            return self._child.ask(request, time.monotonic() + self._seconds)
-        except BaseException:  # dead, late, or Ctrl-C in the middle of something: the next build gets another child
-            self.close()
-            raise
+        with self._busy:
+            if self._child is None:
+                self._child = _Child()
+            try:
+                return self._child.ask(request, time.monotonic() + self._seconds)
+            except BaseException:  # dead, late, or Ctrl-C in the middle of something: the next build gets another child
+                self._drop()
+                raise
 
 
 def check(found: Cubin, log: str, params: Any, limits: Target, smem: int = 0) -> list[str]:
@@ -318,6 +335,9 @@ class _Child:
             start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
         )
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -343,10 +363,12 @@ class _Child:
     def _read(self, size: int, deadline: float) -> bytes:
         pipe = self._process.stdout
         assert pipe is not None
+        ready = select.poll()  # not select(): a process may have more than 1024 files open
+        ready.register(pipe, select.POLLIN)
         data = b""
         while len(data) < size:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            if left <= 0 or not ready.poll(left * 1000):
                 raise _DiedError("the compiler gave no answer in time and was stopped", self._printed())
             chunk = os.read(pipe.fileno(), size - len(data))
             if not chunk:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from fake_cuda import FakeDriver, make_cubin
 from faulty import FaultyKey, GreedyKey, OtherParamsKey
 
 from k3dsl.cache import CompileKey
@@ -22,6 +23,7 @@ from k3dsl.errors import CompileError, ConfigError, ToolchainError
 from k3dsl.nvidia import toolchain
 from k3dsl.nvidia.cubin import parse
 from k3dsl.nvidia.device import TARGETS
+from k3dsl.nvidia.driver import LaunchPlan, Module, tensor_map
 from k3dsl.nvidia.toolchain import Compiler, Compilers, build, compile_key, facts, installed, kernel_key
 
 
@@ -320,8 +322,6 @@ def test_other_parameters_than_named_are_refused(compiler):
 
 def test_what_is_refused_without_compiling_anything():
     """Registers, threads, target and CUDA release, on objects made up for it."""
-    from fake_cuda import make_cubin
-
     params = FaultyKey.params
     for changed, why in (
         ({"arch": "sm_100a"}, "it is for sm_100a, not sm_90a"),
@@ -362,6 +362,19 @@ def test_a_hang_is_bounded():
 
 
 @needs_compiler
+def test_closing_ends_what_another_thread_builds():
+    with Compilers(1) as compilers, ThreadPoolExecutor(2) as threads:
+        builds = [threads.submit(compilers.build, key_of("hang", tag)) for tag in range(2)]
+        while compilers._all[0]._child is None:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        compilers.close()
+        errors = {type(build.exception(timeout=30)) for build in builds}
+    assert errors == {CompileError, ToolchainError}
+    assert compilers._all[0]._child is None
+
+
+@needs_compiler
 def test_several_children_for_several_threads():
     keys = [key_of(fault, tag) for tag in range(3) for fault in ("none", "exit", "exception", "chatter")]
 
@@ -396,3 +409,34 @@ def test_sources_that_changed_since_they_were_read(monkeypatch, tmp_path):
         kernel.write_text(kernel.read_text().replace("* scale", "+ scale"))
         compiler.close()
         assert "have changed since this process started" in message(compiler, key)
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kind_of_parameter_and_a_launch_of_it(compiler, monkeypatch, target):
+    """Private to the DSL: pointers, scalars and GridConstant maps become one parameter each, in their order."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "gpu")
+    probe = toolchain.import_module("probe")
+    key = probe.ProbeKey(4)
+    with Compiler() as own:  # the search path is that of its start
+        built = own.build(compile_key(key, target))
+    assert [size for _, size in parse(built.payload).params] == [8, 4, 128, 4, 8, 8, 4, 8, 8]
+
+    driver = FakeDriver(capability=TARGETS[target].capability)
+    keys = tensor_map(driver, dtype="bf16", address=4096, dims=[64, 40], strides_bytes=[128], box=[64, 8])
+    values = {
+        "source": 1,
+        "count": 2,
+        "keys": keys,
+        "scale": 0.5,
+        "offset": -3,
+        "out": 4,
+        "row": -5,
+        "tile": 6,
+        "ranks": 7,
+    }
+    function = Module.load(driver, built.payload).function(0)
+    LaunchPlan(function, probe.geometry(key, count=5000), key.params, **values).launch(9)
+    (launch,) = driver.launches
+    assert (launch.grid, launch.cluster, launch.smem, launch.pdl) == ((40, 1, 1), (4, 1, 1), probe.SMEM, True)
+    assert launch.values(key.params) == {**values, "keys": keys.bytes()}
