@@ -237,7 +237,7 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     mine, theirs = result.to(torch.float64), expected.to(torch.float64)
     difference, size = (mine - theirs).norm(dim=-1), theirs.norm(dim=-1)
     error = torch.where(difference == 0, 0.0, difference / size)
-    return float(error.nan_to_num(nan=torch.inf).max())
+    return float(error.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def captured(run: Callable[[], None]) -> "torch.cuda.CUDAGraph":

@@ -42,7 +42,7 @@ def demo(
 
     Example: k3dsl demo --steps 16 --kv-format bf16 --q 4 --replays 300
     """
-    from k3dsl.prepare import detect_target
+    from k3dsl.preparing import detect_target
 
     target = target or detect_target() or REFERENCE
     result = Demo(target, steps, layers, kv_format, q, tp, page_size, replays, seed).run()
@@ -94,7 +94,7 @@ class Demo:
     def run(self) -> "Demo":
         import torch
 
-        from k3dsl.prepare import detect_target, prepare
+        from k3dsl.preparing import detect_target, prepare
         from k3dsl.scenario import LENGTHS, Stack
 
         on_gpu = self.target != REFERENCE

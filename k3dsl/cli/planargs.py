@@ -85,7 +85,7 @@ class PlanArguments:
 
 
 def _present() -> str:
-    from k3dsl.prepare import detect_target
+    from k3dsl.preparing import detect_target
 
     target = detect_target()
     if target is None:

@@ -8,8 +8,8 @@ import typer
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out
 from k3dsl.deployment import Deployment
-from k3dsl.prepare import Progress, Report
-from k3dsl.prepare import warmup as warm
+from k3dsl.preparing import Progress, Report
+from k3dsl.preparing import warmup as warm
 
 
 def warmup(

@@ -9,7 +9,7 @@ from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import SERVED
 from k3dsl.nvidia.layer import shape_keys
 from k3dsl.nvidia.toolchain import build, compile_key
-from k3dsl.prepare import detect_target
+from k3dsl.preparing import detect_target
 
 if TYPE_CHECKING:
     from k3dsl.cache import CompileCache, Entry

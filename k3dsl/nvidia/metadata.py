@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from k3dsl.errors import ConfigError
-from k3dsl.prepare import device_index
+from k3dsl.preparing import device_index
 
 
 def pad_requests(

@@ -62,7 +62,7 @@ def core_for(batch: int, core: str = "auto", q: int = 1, *, target: str | None =
     cannot run, naming those that it can.
     """
     if target is None:
-        from k3dsl.prepare import detect_target
+        from k3dsl.preparing import detect_target
 
         target = detect_target() or "sm_100a"
     return choose(target, batch, q, core, dcp).core
