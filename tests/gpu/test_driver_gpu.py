@@ -8,6 +8,7 @@ from dataclasses import replace
 import harness
 import pytest
 import torch
+from harness import stream
 from probe import THREADS, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, ProbeKey, geometry
 
 from k3dsl.errors import ConfigError, LaunchError
@@ -72,10 +73,6 @@ class Given:
         rows = torch.arange(TILE_ROWS, device="cuda")[:, None]
         back = chunks[rows, torch.arange(8, device="cuda")[None, :] ^ rows]
         return back.reshape(TILE_ROWS, -1).view(torch.bfloat16)
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 @pytest.mark.parametrize("key", GPU_KEYS, ids=lambda k: f"cluster{k.cluster}")
