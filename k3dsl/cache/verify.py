@@ -47,7 +47,7 @@ def verify(cache: "CompileCache", *, recompile: bool, builder_for: BuilderFor | 
     """The work of `CompileCache.verify`."""
     if recompile and builder_for is None:
         # The one place where the cache asks for a vendor: by name and late, so that it knows none.
-        builder_for = import_module("k3dsl.prepare").builder_for
+        builder_for = import_module("k3dsl.preparing").builder_for
     corrupt: list[Finding] = []
     differs: list[Finding] = []
     skipped: list[Finding] = []

@@ -381,7 +381,7 @@ def import_(
     """
     import msgspec
 
-    from k3dsl.prepare import detect_target
+    from k3dsl.preparing import detect_target
 
     wanted = _split(target)
     present = detect_target() if wanted is None else None

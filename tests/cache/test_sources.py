@@ -138,7 +138,7 @@ def test_our_own_kernels_without_importing_them() -> None:
         "import sys\nfrom k3dsl.cache.sources import source_files\n"
         "found = source_files('k3dsl.nvidia.kernels.value')\n"
         "assert {'k3dsl.nvidia.kernels.value', 'k3dsl.nvidia.value'} <= set(found), found\n"
-        "assert 'k3dsl.prepare' not in found and 'k3dsl' not in found, found\n"
+        "assert 'k3dsl.preparing' not in found and 'k3dsl' not in found, found\n"
         "bad = {'torch', 'cutlass', 'k3dsl.nvidia.kernels.value'} & set(sys.modules)\nassert not bad, bad\n"
     )
     done = subprocess.run(
