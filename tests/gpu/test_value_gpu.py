@@ -21,7 +21,7 @@ def plan_of(case: Case, given: dict) -> LaunchPlan:
 
 
 def run(case: Case, given: dict) -> torch.Tensor:
-    plan_of(case, given).launch(torch.cuda.current_stream().cuda_stream)
+    plan_of(case, given).launch(harness.stream())
     torch.cuda.synchronize()
     return given["out"]
 
@@ -88,12 +88,12 @@ def test_replays_of_a_graph_are_bit_equal_and_follow_the_lengths(rows):
     case = Case(rows, heads=12, q=1)
     given = inputs(case, "cuda")
     plan = plan_of(case, given)
-    plan.launch(torch.cuda.current_stream().cuda_stream)
+    plan.launch(harness.stream())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            plan.launch(torch.cuda.current_stream().cuda_stream)
+            plan.launch(harness.stream())
     graph.replay()
     torch.cuda.synchronize()
     first = given["out"].clone()
@@ -124,5 +124,5 @@ def test_reads_nothing_before_the_kernel_before_has_written_it(rows):
     for i in range(60):
         for name in ("lengths", "gate", "latent"):
             given[name].copy_(sets[i % 3][name])
-        plan.launch(torch.cuda.current_stream().cuda_stream)
+        plan.launch(harness.stream())
         assert torch.equal(given["out"], want[i % 3])
