@@ -1,14 +1,9 @@
 """`k3dsl doctor`: one line for everything that a layer needs, what is wrong with it and what to do."""
 
-import os
 import platform
-import pwd
-import stat
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import typer
 
@@ -16,17 +11,12 @@ from k3dsl import __version__
 from k3dsl.cli.console import FINDING, Json, emit, out
 from k3dsl.errors import K3Error
 
-if TYPE_CHECKING:
-    from k3dsl.cache import CompileCache
-
 _MARKS: Final = {
     "ok": "[green]ok[/green]  ",
     "info": "[blue]info[/blue]",
     "warn": "[yellow]warn[/yellow]",
     "bad": "[red]bad[/red] ",
 }
-#: GiB below which the cache folder is nearly full.
-_LEAST_GIB: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -129,114 +119,17 @@ def toolchain() -> list[Check]:
 
 
 def caches() -> list[Check]:
-    """The cache folder and its layers."""
-    from k3dsl.cache import CompileCache
+    """The cache folder and its layers, each thing tried."""
+    from k3dsl.cache.doctor import findings
 
-    try:
-        cache = CompileCache()
-    except K3Error as error:
-        return [Check("cache", "bad", str(error), "mend the variable that is named")]
-    if cache.folder is None and not cache.degraded:
-        return [Check("cache", "info", "off: kernels stay in memory", "unset K3DSL_CACHE to keep them")]
-    if cache.root is None:
-        return [Check("cache folder", "bad", *_degraded(cache))]
-    checks = [_folder(Path(cache.root), cache.read_only), *_lock(cache)]
-    checks += [Check("cache", "bad", text) for code, text in cache.degraded.items() if code != "lock_unsupported"]
-    stats = cache.stats()
-    if stats.quarantined:
-        todo = "`k3dsl cache verify` says what is wrong, `k3dsl cache prune` removes them"
-        checks.append(Check("quarantine", "warn", f"{stats.quarantined} entries were not what was stored", todo))
-    checks.append(Check("entries", "ok", f"{stats.entries} in {stats.bytes / 2**20:.1f} MiB"))
-    for layer in cache.layers:
-        there = layer.remote or Path(layer.name).is_dir()
-        todo = "" if there else "mount it, or take it out of K3DSL_CACHE_LAYERS"
-        checks.append(
-            Check("layer", "ok" if there else "warn", layer.name if there else f"{layer.name} is missing", todo)
-        )
-    return checks
-
-
-def _degraded(cache: "CompileCache") -> tuple[str, str]:
-    return "; ".join(cache.degraded.values()) or "none", "set K3DSL_CACHE_DIR to a folder that can be written"
-
-
-def _folder(root: Path, read_only: bool) -> Check:
-    """Place, owner, mode, filesystem, space; and a file written there."""
-    todo = "set K3DSL_CACHE_DIR to a folder that can be written"
-    place = next((p for p in (root, *root.parents) if p.exists()), root)
-    try:
-        status, space = place.stat(), os.statvfs(place)
-        free = space.f_bavail * space.f_frsize / 2**30
-        text = f"{root} ({_filesystem(place)}, owner {_owner(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}, "
-        text += f"{free:.1f} GiB free)" if place == root else f"{free:.1f} GiB free, not made yet)"
-        if read_only:
-            return Check("cache folder", "info", f"{text}, read only as asked")
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        return Check("cache folder", "bad", f"{root}: {error.strerror}", todo)
-    return Check("cache folder", "ok" if free > _LEAST_GIB else "warn", text, "" if free > _LEAST_GIB else "free space")
-
-
-def _lock(cache: "CompileCache") -> list[Check]:
-    """Whether a lock can be taken there."""
-    from k3dsl.cache.lock import Lock
-
-    if cache.read_only or cache.root is None or not Path(cache.root).is_dir():
-        return []
-    lock = Lock(str(cache.root))
-    try:
-        lock.take()
-    except OSError as error:
-        text = f"none ({error.strerror}): processes may build one kernel twice"
-        return [Check("cache lock", "warn", text, "set K3DSL_CACHE_DIR to a local folder")]
-    finally:
-        lock.release()
-    return [Check("cache lock", "ok", "works")]
-
-
-def _filesystem(place: Path) -> str:
-    """The type of the filesystem that `place` is on."""
-    best, kind = "", "unknown filesystem"
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        _, mount, name, *_ = line.split(" ")
-        if len(mount) >= len(best) and place.resolve().is_relative_to(mount):
-            best, kind = mount, name
-    return kind
-
-
-def _owner(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return [Check(f.name, f.status, f.found, f.todo) for f in findings()]
 
 
 def environment() -> list[Check]:
-    """Every variable that k3dsl reads, and those that look like one."""
-    from k3dsl import env
+    """Every variable that k3dsl reads, its value and where that comes from."""
+    from k3dsl.env import describe
 
-    found = []
-    try:
-        settings = env.settings()
-    except K3Error as error:
-        return [Check("environment", "bad", str(error), "mend or unset the variable")]
-    for option in env.TABLE:
-        text = os.environ.get(option.name, "")
-        value = getattr(settings, option.field)
-        found.append(
-            Check(option.name, "ok", f"{text} (environment)" if text.strip() else f"{_default(value)} (default)")
-        )
-    found += [Check(name, "warn", "is not read", "unset it, or mend its name") for name in env.unknown()]
-    return found
-
-
-def _default(value: object) -> str:
-    return "unset" if value is None or value == () else str(value)
+    return [Check(name, "ok", f"{value} ({origin})") for name, value, origin in describe()]
 
 
 def _version(name: str) -> str | None:
