@@ -1,9 +1,9 @@
 """Host facts of the `hopper` attention core and of its merge: keys, shapes, work split, launches.
 
-The core attends q tokens of each request to a paged latent cache and leaves float32 partials; the merge weighs them into
-the output. A query column is one (token, head): column c of a request is head c % heads of token c // heads, which sees
-the keys below length - (q - 1) + token. The device code is kernels/hopper.py and kernels/merge.py; docs/hopper.md says
-who owns what.
+The core attends q tokens of each request to a paged latent cache and leaves float32 partials; the merge weighs them
+into the output. A query column is one (token, head): column c of a request is head c % heads of token c // heads, which
+sees the keys below length - (q - 1) + token. The device code is kernels/hopper.py and kernels/merge.py; docs/hopper.md
+says who owns what.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ class Smem:
 
 
 def smem(key: HopperKey) -> Smem:
-    """The layout with the most stages, then the most query buffers (at most two), that fits. Raises ConfigError if none."""
+    """The layout with the most stages that fits, then the most query buffers (two at most)."""
     tile_bytes = TILE * ENTRY * key.element
     query_bytes = -(-key.n * ENTRY * key.element // 1024) * 1024  # boxes start at whole swizzle atoms
     p_bytes = -(-key.n * TILE * (1 if key.p == "e4m3" else 2) // 1024) * 1024
@@ -142,7 +142,7 @@ def smem(key: HopperKey) -> Smem:
 
 
 def choose(*, heads: int, q: int, page: int, kv: str, p: str | None = None) -> HopperKey:
-    """The key that serves this layer; `p` overrides the type of P: "f16" or "e4m3" for an fp8 cache, "bf16" for a bf16 one."""
+    """The key that serves this layer. `p` overrides the type of P: one of P_DTYPES[kv]."""
     if p is None and kv == "fp8":
         p = "f16" if HopperKey(heads, q, page, kv).n <= F16_COLUMNS else "e4m3"
     return HopperKey(heads, q, page, kv, p or "bf16")
@@ -208,7 +208,7 @@ def tiles_of(length: int) -> int:
 
 
 def cut(lengths: Sequence[int], splits: int) -> Cut:
-    """The split that the kernels compute on the device from `lengths` [requests]. The specification of `kernels/cut.py`."""
+    """The split that the kernels compute from `lengths` [requests]: the specification of kernels/cut.py."""
     tiles = [tiles_of(x) for x in lengths]
     total = sum(tiles)
     least = 2 if total > SINGLE_TILES * len(lengths) else 1
@@ -238,7 +238,7 @@ def workspace(key: HopperKey, *, requests: int, sm_count: int) -> Workspace:
 
 
 def geometry(key: HopperKey, *, requests: int, sm_count: int) -> Launch:
-    """The core's launch: grid (column blocks, splits). CTAs that read the same tiles are neighbours and share them in L2."""
+    """The core's launch: grid (column blocks, splits). CTAs that read the same tiles are neighbours, for the L2."""
     if not 1 <= requests <= MAX_REQUESTS:
         raise ConfigError(f"requests={requests!r} must be from 1 to {MAX_REQUESTS}")
     return Launch(grid=(key.blocks, splits(key, sm_count), 1), block=(THREADS, 1, 1), smem=smem(key).total, pdl=True)
@@ -278,8 +278,8 @@ def _maps(key: HopperKey, name: str, dims: Any, strides: Any, box: Any) -> dict[
 
 @dataclass(frozen=True)
 class MergeKey:
-    """What reaches codegen: columns of a block, latents of a CTA, groups of warps that share the splits, partials that a
-    thread has in flight."""
+    """What reaches codegen: columns of a block, latents of a CTA, groups of warps that share the splits, and how many
+    partials a thread has in flight."""
 
     block: int
     slice: int = 512
@@ -315,9 +315,9 @@ class MergeKey:
 def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
     """The merge that serves `requests` requests of `key`.
 
-    Few (request, column) pairs need every CTA they can get: four latent slices of each, the splits shared by eight warps
-    (17 partials each in flight: 132 splits at once). With many, one CTA does a whole column; smaller ones lose to their
-    launch (12 us at 64 requests, docs/hopper.md).
+    Few (request, column) pairs need every CTA they can get: four latent slices of each, the splits shared by eight
+    warps (17 partials each in flight: 132 splits at once). With many, one CTA does a whole column; smaller ones lose to
+    their launch (12 us at 64 requests, docs/hopper.md).
     """
     work = requests * key.columns
     if work <= 48:

@@ -1,7 +1,7 @@
-"""The work split on the device: what core/hopper.py's `cut` specifies, found by every warp for itself from the lengths.
+"""The work split on the device: what core/hopper.py's `cut` specifies, found by every warp for itself.
 
-A warp holds two requests a lane (lane and lane + 32). Its prefix sums stay in registers, so that finding the request of a
-tile is two ballots and needs no memory. The whole warp calls each of these functions together.
+A warp holds two requests a lane (lane and lane + 32). Its prefix sums stay in registers, so that finding the request of
+a tile is two ballots and needs no memory. The whole warp calls each of these functions together.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from k3dsl.nvidia.kernels import ptx
 
 
 class Split(NamedTuple):
-    """Of the requests `lane` and `lane + 32`: lengths, and the tiles of all requests up to and with them. Of all: a CTA's
-    share of tiles, the tiles."""
+    """Of the requests `lane` and `lane + 32`: lengths, and the tiles of all requests up to and with them. Of all: the
+    tiles of a CTA, and of the call."""
 
     low_length: Int32
     high_length: Int32

@@ -1,10 +1,10 @@
 """The `hopper` attention core on the device: MLA decode over a paged latent cache on sm_90a, FP8 or BF16.
 
-Products are swapped: S^T = K Q^T has keys as M and query columns as N, O^T += V^T P^T has latents as M. So few heads cost
-N = 8..48 and not a padded M of 64, and both products read the cache as it lies in shared memory.
+Products are swapped: S^T = K Q^T has keys as M and query columns as N, O^T += V^T P^T has latents as M. So few heads
+cost N = 8..48 and not a padded M of 64, and both products read the cache as it lies in shared memory.
 
 A CTA has a column block and a run of 64-key tiles (kernels/cut.py). Warp 8 loads tiles, warp 9 queries, warp 10 fetches
-the tensor maps' descriptors; two consumer warpgroups compute. A step is two tiles (FP8) or one (BF16), `HopperKey.pair`:
+the tensor maps; two consumer warpgroups compute. A step is two tiles (FP8) or one (BF16), see `HopperKey.pair`:
 * S: in a pair each warpgroup does one tile, in a single both do the same one, each for itself;
 * softmax: reference m and sum l a column, in registers, in log2 units. Scores become P with the m of the steps before;
   only where one is more than 2^8 above it, all warps agree on a new m first. P goes to shared memory (two buffers in
@@ -12,13 +12,8 @@ the tensor maps' descriptors; two consumer warpgroups compute. A step is two til
 * O: warpgroup g accumulates latents 256g..256g+255 over all tiles of the step. Nothing is exchanged at the end.
 
 Rounding: S in float32 (FP8: one accumulation chain a 128-element box, added in float32: a chain that runs over all of
-them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3 (e4m3x2: to the sum of two, 8 bits, for a second wgmma and none of
-the conversions of f16); l sums the unrounded P; O in float32.
-
-Fragments. Lane (r, c) = (lane // 4, lane % 4) of warp w has in accumulator [4g + 2h + b] row 16w + r + 8h, column
-8g + 2c + b. FP8 V reaches the A operand by ldmatrix.trans of 16-bit units: register j of a lane has keys 8j + 2c (low
-half) and 8j + 2c + 1, latents 2r and 2r + 1. Accumulator rows r and r + 8 then are latents 2r and 2r + 1 of the warp's
-16. BF16 V is read by the wgmma itself, transposed.
+them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3 (e4m3x2: to the sum of two, 8 bits, for a second wgmma and none
+of the conversions of f16); l sums the unrounded P; O in float32.
 """
 
 import math
@@ -29,42 +24,20 @@ from cutlass import Float32, GridConstant, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.experimental.cuda import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
-from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, THREADS, TILE, HopperKey, smem
+from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, THREADS, TILE, HopperKey
 from k3dsl.nvidia.kernels import cut, ptx
+from k3dsl.nvidia.kernels.hopper_tile import BOX, BOX_BY_BOX, P_BIAS, P_LIMIT, Tile
 
 #: m of a column that has seen no key: below every score, and its square of a difference is still finite.
 UNSEEN = -1.0e30
-#: P is 2^(score - m + bias). m need not be the maximum of the scores so far: it is raised to it only when an exponent
-#: passes the limit. That is rare after the first tiles, and saves finding and exchanging maxima in all other steps. The
-#: largest P, 256, is in the range of every type (448 for e4m3); the bias of e4m3 keeps P down to 2^-13 from vanishing.
-P_LIMIT = {"f16": 8.0, "bf16": 8.0, "e4m3": 8.0, "e4m3x2": 8.0}
-P_BIAS = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
-#: Bytes from one 128-byte wide box of a tile to the next.
-BOX = TILE * 128
 #: Registers a thread of the consumers and of the loaders, where the even share of 168 is too little.
 CONSUMER_REGISTERS, LOADER_REGISTERS = 224, 56
 #: From here on the consumers get more registers than their even share.
 WIDE = 32
-#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
-CHAINS = {8: 5, 16: 5, 24: 3, 32: 2}
-#: From here on it is one, in a loop: unrolled, ptxas puts the additions off and takes registers for all of them. The
-#: other warpgroup's wgmmas fill the gaps.
-BOX_BY_BOX = 40
 
 
-class Core:
+class Core(Tile):
     """One build. `key`: HopperKey."""
-
-    def __init__(self, key: HopperKey) -> None:
-        self.key, self.smem = key, smem(key)
-        self.fp8 = key.kv == "fp8"
-        self.e4m3 = key.p in ("e4m3", "e4m3x2")
-        self.parts = 2 if key.p == "e4m3x2" else 1  # summands of P
-        self.width = 128 if self.fp8 else 64  # elements of a box row
-        self.boxes = ENTRY // self.width  # whole boxes; FP8 has a tail of 64 elements beside them
-        self.half = key.n // 2  # accumulator registers of a 64-row tile
-        self.cols = key.n // 4  # columns that a thread sees of each: 8g + 2c + b
-        self.latent_tiles = LATENT // TILE // CONSUMERS  # of a warpgroup
 
     # ------------------------------------------------------------------------------------------------ launch
 
@@ -86,14 +59,14 @@ class Core:
         dtype = cutlass.Float8E4M3FN if self.fp8 else cutlass.BFloat16
         main = create_tensor_map_tiled(lengths, dtype, [ENTRY, 64], [72], [64, 8], swizzle=TensorMapSwizzle.s128b)
         rest = (lengths, table, partial, stats, table_stride, requests, splits, slots, scale_log2)
-        launch = dict(
-            grid=(self.key.blocks, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=self.smem.total,
-            stream=stream,
-            use_pdl=True,
-            min_blocks_per_mp=1,
-        )
+        launch = {
+            "grid": (self.key.blocks, 1, 1),
+            "block": (THREADS, 1, 1),
+            "smem": self.smem.total,
+            "stream": stream,
+            "use_pdl": True,
+            "min_blocks_per_mp": 1,
+        }
         if cutlass.const_expr(self.fp8):
             self.kernel_fp8(main, main, main, main, *rest).launch(**launch)
         else:
@@ -241,7 +214,7 @@ class Core:
         at, end = cut.run(work, cta)
         i = Int32(0)
         while at < end:
-            request, length, first, last = cut.locate(work, at)
+            request, _length, _first, last = cut.locate(work, at)
             at = min(end, last)
             buffer = i % lay.queries
             if i >= lay.queries:
@@ -341,9 +314,8 @@ class Core:
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
                 for x in cutlass.range_constexpr(cols):
                     total[x] = total[x] + sums[x]
-                if step + (2 if pair else 1) >= count:  # the queries have been read for the last time
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(query_empty + buffer)
+                if (step + (2 if pair else 1) >= count) & (lane == 0):  # the queries have been read for the last time
+                    cute.arch.mbarrier_arrive(query_empty + buffer)
                 # ---- O^T += V^T P^T, my latents, all tiles of the step
                 for u in cutlass.range(min(2, count - step) if pair else 1, unroll=1):
                     i = done + step + u
@@ -369,199 +341,6 @@ class Core:
             done += count
             at += count
             segment += 1
-
-    def scores(self, k_lo, q_lo):
-        """S^T of a tile, 64 keys x n columns, as `half` Float32."""
-        n, fp8 = self.key.n, self.fp8
-        boxes = [(b * BOX, b * n * 128, 4, ptx.SW128) for b in range(self.boxes)]
-        if fp8:
-            boxes.append((self.boxes * BOX, self.boxes * n * 128, 2, ptx.SW64))
-        chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
-        depth = CHAINS[n] if fp8 else 1
-        flying, result = [], None
-
-        def land(result):
-            d = ptx.settled(flying.pop(0))
-            return d if result is None else [x + y for x, y in zip(result, d, strict=True)]
-
-        for b, (k_at, q_at, steps, layout) in enumerate(boxes):
-            if b < chains:
-                if len(flying) == depth:
-                    cute.nvgpu.warpgroup.wait_group(depth - 1)
-                    result = land(result)
-                flying.append([Float32(0.0)] * self.half)
-                cute.nvgpu.warpgroup.fence()
-            for k in range(steps):
-                a, q = k_lo + (k_at + 32 * k) // 16, q_lo + (q_at + 32 * k) // 16
-                follows = k > 0 or b >= chains
-                flying[-1] = ptx.wgmma_ss("e4m3" if fp8 else "bf16", flying[-1], a, layout, q, layout, follows)
-            if b >= chains - 1 or fp8:
-                cute.nvgpu.warpgroup.commit_group()
-        cute.nvgpu.warpgroup.wait_group(0)
-        while flying:
-            result = land(result)
-        return result
-
-    @cute.jit
-    def scores_by_box(self, s, k_lo, q_lo):
-        """The same for FP8 into `s`, with one chain at a time."""
-        n = self.key.n
-        for x in cutlass.range_constexpr(self.half):
-            s[x] = Float32(0.0)
-        for b in cutlass.range(self.boxes, unroll=1):
-            self.add_box(s, k_lo + b * (BOX // 16), q_lo + b * (n * 128 // 16), 4, ptx.SW128)
-        self.add_box(s, k_lo + self.boxes * BOX // 16, q_lo + self.boxes * n * 128 // 16, 2, ptx.SW64)
-
-    def add_box(self, s, k_lo, q_lo, steps, layout):
-        d = [Float32(0.0)] * self.half
-        cute.nvgpu.warpgroup.fence()
-        for k in range(steps):
-            d = ptx.wgmma_ss("e4m3", d, k_lo + 2 * k, layout, q_lo + 2 * k, layout, k > 0)
-        cute.nvgpu.warpgroup.commit_group()
-        cute.nvgpu.warpgroup.wait_group(0)
-        d = ptx.settled(d)
-        for x in range(self.half):
-            s[x] = s[x] + d[x]
-
-    @cute.jit
-    def mask(self, s, w, r, c, block, valid):
-        """-inf for the keys that a column does not see: those past the length and, per token, the causal ones."""
-        key = self.key
-        for g in cutlass.range_constexpr(key.n // 8):
-            for b in cutlass.range_constexpr(2):
-                limit = valid
-                if cutlass.const_expr(key.q > 1):
-                    column = 8 * g + 2 * c + b
-                    if cutlass.const_expr(key.blocks > 1):
-                        column = column + block * key.block
-                    limit = valid - (key.q - 1) + column // key.heads
-                for h in cutlass.range_constexpr(2):
-                    x = 4 * g + 2 * h + b
-                    s[x] = ptx.keep_below(s[x], w * 16 + r + 8 * h, limit)
-
-    def clear_values(self, tile, group, tid, valid):
-        """Zeros into the rows of V past the length: P is 0 there, but 0 times the NaN that may lie there is NaN.
-
-        In a pair the warpgroup of the tile clears all latents, else each warpgroup those that it reads.
-        """
-        if self.key.pair:
-            at, boxes = tile, LATENT // self.width // 2
-        else:
-            at, boxes = tile + group * (LATENT // CONSUMERS // self.width * BOX), LATENT // CONSUMERS // self.width // 2
-        self.clear_rows(at, tid, valid, boxes)
-
-    @cute.jit
-    def clear_rows(self, at, tid, valid, boxes: cutlass.Constexpr):
-        row = (tid & 127) >> 1
-        if row >= valid:
-            mine = at + (tid & 1) * (boxes * BOX) + row * 128
-            for x in cutlass.range_constexpr(boxes * 8):
-                ptx.sts_zero16(mine, offset=x // 8 * BOX + x % 8 * 16)
-
-    @cute.jit
-    def share_peaks(self, s, lane, to):
-        """The largest score of each column among this warp's 16 keys to shared memory."""
-        groups = self.key.n // 8
-        peak = [ptx.fmax(s[4 * g + b], s[4 * g + 2 + b]) for g in range(groups) for b in range(2)]
-        for distance in (4, 8, 16):
-            peak = [ptx.fmax(x, cute.arch.shuffle_sync_bfly(x, distance)) for x in peak]
-        if lane < 4:
-            for g in cutlass.range_constexpr(groups):
-                ptx.sts_v2f(to, peak[2 * g], peak[2 * g + 1], offset=32 * g)
-
-    def new_maxima(self, m, peaks, scale_log2):
-        """Per column of this thread: the larger of m and the warps' maxima, in log2 units."""
-        new = [m[x] for x in range(self.cols)]
-        for warp in range(8 if self.key.pair else 4):
-            for g in range(self.key.n // 8):
-                a, b = ptx.lds_v2f(peaks, offset=(warp * self.key.n + 8 * g) * 4)
-                new[2 * g] = ptx.fmax(new[2 * g], a * scale_log2)
-                new[2 * g + 1] = ptx.fmax(new[2 * g + 1], b * scale_log2)
-        return new
-
-    def p_store_addresses(self, p, w, lane):
-        """Where this lane writes P, of a tile at p. Rows of a P tile are columns; a row has the 64 keys, in swizzled 16-byte chunks.
-
-        16-bit P: natural key order, by stmatrix: lane 16x + 8h + i gives the address of column 8x + i, keys 16w + 8h.
-        e4m3: the keys r and r + 8 of a warp's 16 are neighbours, so that the lane that holds both stores one 16-bit
-        pair; the A operand is put together in the same order. Columns 8g + 2c + b: one address for each b.
-        """
-        if self.e4m3:
-            c, r = lane & 3, lane >> 2
-            return [p + (2 * c + b) * 64 + ((w ^ c) << 4) + r * 2 for b in range(2)]
-        i, h, x = lane & 7, (lane >> 3) & 1, lane >> 4
-        return [p + (8 * x + i) * 128 + (((2 * w + h) ^ i) << 4)]
-
-    def store_p(self, s, m, at, scale_log2):
-        """P = 2^(s scale - m + bias) of this thread's keys and columns to shared memory.
-
-        Gives their sum a column, and the largest exponent: above P_LIMIT, P is to be done again with a larger m.
-        """
-        kind, groups, bias = self.key.p, self.key.n // 8, P_BIAS[self.key.p]
-        regs, sums, worst = [], [], None
-        for g in range(groups):
-            pairs = []  # per column: of keys r and r + 8
-            for b in range(2):
-                low = m[2 * g + b] - bias if bias else m[2 * g + b]
-                x0, x1 = (s[4 * g + 2 * h + b] * scale_log2 - low for h in range(2))
-                p0, p1 = ptx.ex2(x0), ptx.ex2(x1)
-                peak = ptx.fmax(x0, x1)
-                worst = peak if worst is None else ptx.fmax(worst, peak)
-                sums.append(p0 + p1)
-                pairs.append((p0, p1))
-            if self.e4m3:
-                for b, pair in enumerate(pairs):
-                    if kind == "e4m3x2":
-                        rest = [x - ptx.e4m3_near(x) for x in pair]
-                        pair = [ptx.e4m3_near(x) for x in pair]
-                        ptx.sts_b16(at[b], ptx.cvt_e4m3x2(rest[1], rest[0]), offset=g * 512 + self.key.n * 64)
-                    ptx.sts_b16(at[b], ptx.cvt_e4m3x2(pair[1], pair[0]), offset=g * 512)
-            else:
-                convert = ptx.cvt_f16x2 if kind == "f16" else ptx.cvt_bf16x2
-                regs.append([convert(pairs[1][h], pairs[0][h]) for h in range(2)])
-        for g in range(0, len(regs), 2):
-            ptx.stsm_t(at[0], [x for two in regs[g : g + 2] for x in two], offset=g * 1024)
-        return sums, worst
-
-    def values_fp8(self, acc, va, p_lo):
-        """acc += V^T P^T over a tile; va: the address of this lane's row in ldmatrix. Leaves one group in flight.
-
-        A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them.
-        """
-        half, f16 = self.half, not self.e4m3
-        other = va ^ 64  # the second 64 latents of a box
-        for t in range(self.latent_tiles):
-            d = [acc[half * t + x] for x in range(half)]
-            for k32 in range(2):
-                at = (other if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128)
-                v = ptx.ldsm_x4_t(at)
-                if f16:
-                    a = [list(ptx.cvt_e4m3x4_f16(ptx.prmt(x, x, 0x3120))) for x in v]
-                    steps = [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
-                else:
-                    a = [ptx.prmt(v[j], v[j + 1], sel) for j in (0, 2) for sel in (0x6240, 0x7351)]
-                    steps = [(a, k32 * 32 + x * self.key.n * 64) for x in range(self.parts)]
-                if t or k32:
-                    cute.nvgpu.warpgroup.wait_group(1)
-                cute.nvgpu.warpgroup.fence()
-                for fragment, p_at in steps:
-                    d = ptx.wgmma_rs("f16" if f16 else "e4m3", d, fragment, p_lo + p_at // 16, ptx.SW128 if f16 else ptx.SW64)
-                cute.nvgpu.warpgroup.commit_group()
-            for x in range(half):
-                acc[half * t + x] = d[x]
-
-    def values_bf16(self, acc, v_lo, p_lo):
-        """acc += V^T P^T over a tile, V^T read transposed from shared memory. Leaves everything in flight."""
-        half = self.half
-        cute.nvgpu.warpgroup.fence()
-        for t in range(self.latent_tiles):
-            d = [acc[half * t + x] for x in range(half)]
-            for k16 in range(4):
-                v, p = v_lo + (t * BOX + k16 * 16 * 128) // 16, p_lo + k16 * 32 // 16
-                d = ptx.wgmma_ss("bf16", d, v, ptx.SW128, p, ptx.SW128, True, a_mn_major=True)
-            for x in range(half):
-                acc[half * t + x] = d[x]
-        cute.nvgpu.warpgroup.commit_group()
 
     # ------------------------------------------------------------------------------------------------ results
 
@@ -596,17 +375,16 @@ class Core:
                         else:
                             ptx.stg_f32(to, acc[x], offset=offset)
                             ptx.stg_f32(to, acc[x + 2], offset=offset + 32)
-        if warp == 0:
-            if lane < 4:
-                to = stats + (Int64(block * key.block + 2 * c) * Int64(slots) + Int64(slot)) * 8
-                bias = P_BIAS[key.p]
-                for g in cutlass.range_constexpr(key.n // 8):
-                    for b in cutlass.range_constexpr(2):
-                        sum_ = Float32(0.0)
-                        for x in cutlass.range_constexpr(8 if key.pair else 4):
-                            sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
-                        if 8 * g + 2 * c + b < limit:
-                            ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b] - bias, sum_)
+        if (warp == 0) & (lane < 4):
+            to = stats + (Int64(block * key.block + 2 * c) * Int64(slots) + Int64(slot)) * 8
+            bias = P_BIAS[key.p]
+            for g in cutlass.range_constexpr(key.n // 8):
+                for b in cutlass.range_constexpr(2):
+                    sum_ = Float32(0.0)
+                    for x in cutlass.range_constexpr(8 if key.pair else 4):
+                        sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
+                    if 8 * g + 2 * c + b < limit:
+                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b] - bias, sum_)
 
 
 def trace(key: HopperKey, target: str):

@@ -4,9 +4,9 @@ out[r, c, :] = out_scale * sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s over th
 M = max m_s; lse[r, c] = log2(sum_s 2^(m_s - M) l_s) + M. A column that saw no key, of an empty request or of a token in
 front of the first key, is exactly 0 and -inf.
 
-A CTA owns one column and a slice of the latents. `warps` warps hold the data (a lane 4 latents of every groups-th split)
-and ask for `batch` partials at once, while one more warp works out the weights: so both latencies overlap. In one warp,
-ptxas puts the two groups of loads one after the other.
+A CTA owns one column and a slice of the latents. `warps` warps hold the data (a lane 4 latents of every groups-th
+split) and ask for `batch` partials at once, while one more warp works out the weights: both latencies overlap. In one
+warp, ptxas puts the two groups of loads one after the other.
 """
 
 import cuda.bindings.driver as cuda

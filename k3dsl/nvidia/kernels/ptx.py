@@ -260,15 +260,11 @@ def lanes_at_most(x, bound, *, loc=None, ip=None):
 
 @dsl_user_op
 def barrier_any(condition, which, threads, *, loc=None, ip=None):
-    """A block barrier (Python ints: number, threads) that also says whether the condition holds in any of the threads."""
+    """A barrier (number, Python int of threads) that says whether the condition holds in any of the threads."""
     text = (
-        "{.reg .pred p,q; setp.ne.s32 p, $1, 0;"
-        f" barrier.cta.red.or.pred q, {which}, {threads}, p; selp.b32 $0, 1, 0, q;}}"
-        if isinstance(which, int)
-        else "{.reg .pred p,q; setp.ne.s32 p, $1, 0;"
-        f" barrier.cta.red.or.pred q, $2, {threads}, p; selp.b32 $0, 1, 0, q;}}"
+        f"{{.reg .pred p,q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, {threads}, p; selp.b32 $0, 1, 0, q;}}"
     )
-    ins = [("r", Int32(condition))] + ([] if isinstance(which, int) else [("r", which)])
+    ins = [("r", Int32(condition)), ("r", Int32(which))]
     return emit(text, "r", ins, memory=True, loc=loc, ip=ip) != 0
 
 
