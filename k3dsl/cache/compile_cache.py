@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -12,12 +11,12 @@ from k3dsl import env
 from k3dsl.cache import bound, bundle, explain, session, stats, verify
 from k3dsl.cache.entry import MANIFEST, Build, Built, CorruptError, Entry, Manifest, manifest_of
 from k3dsl.cache.explain import Explanation
-from k3dsl.cache.flight import NO_LOCKS, Flight
+from k3dsl.cache.flight import Flight
 from k3dsl.cache.home import Home, find_root
 from k3dsl.cache.key import CompileKey, is_digest
 from k3dsl.cache.layers import FolderLayer, Layer, open_layers
 from k3dsl.cache.memory import Memory
-from k3dsl.cache.session import Session
+from k3dsl.cache.session import Counts, Session
 from k3dsl.cache.store import Folder, allocated
 from k3dsl.cache.trust import Trust, UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
@@ -60,20 +59,21 @@ class CompileCache:
         self.read_only = read_only or off or settings.mode == "ro"
         self.lock_timeout = lock_timeout
         self._sealed = frozen or settings.mode == "frozen"
+        self._counts = Counts()
         self._home = Home(
             find_root(root, settings.cache_dir),
             off=off,
             read_only=self.read_only,
             trust=Trust(shared=allow_shared),
+            counts=self._counts,
         )
         self._notices = self._home.notices
         self.layers: list[Layer] = [] if off else open_layers(layers or settings.layers, shared=allow_shared)
         self._memory = Memory()
         self._used: dict[str, int] = {}  # path -> when it was last used from memory, in ns
-        self._guard = threading.Lock()
         self._swept = False
         self._usage: int | None = None
-        self._session = Session(str(self.root) if self._home.writes else None, self._home.trust)
+        self._session = Session(str(self.root) if self._home.writes else None, self._home.trust, self._counts)
         finalize(self, _leave, self._session, self._used)
 
     # Looking up
@@ -108,13 +108,12 @@ class CompileCache:
         root = str(folder.root) if folder is not None else None
         with Flight(root, key.digest, timeout=self.lock_timeout, ready=ready, trust=self._home.trust) as flight:
             if flight.outcome == "timeout":
-                self._count("lock_timeout")
+                self._counts.add("lock_timeout")
                 self._notices.say(
                     "lock_timeout",
                     f"{key!r} was being built elsewhere for more than {self.lock_timeout:g} s: it is built here too",
                 )
             elif flight.error is not None:
-                self._count("lock_unsupported" if flight.error.errno in NO_LOCKS else "write_failed")
                 self._home.note_lock(flight.error)
             # Another may have built it while we came here; without a folder to write to, another thread of ours.
             entry = found[0] if found else self._from_memory(key) or (self._from_disk(key) if folder else None)
@@ -165,7 +164,7 @@ class CompileCache:
     def _from_memory(self, key: CompileKey) -> Entry | None:
         entry = self._memory.get(key.digest)
         if entry is not None:
-            self._count("memory_hit")
+            self._counts.add("memory_hit")
             self._use(entry)
         return entry
 
@@ -174,7 +173,7 @@ class CompileCache:
         entry = self._load(folder, key) if folder is not None else None
         if entry is None:
             return None
-        self._count("disk_hit")
+        self._counts.add("disk_hit")
         if self._home.writes and folder is not None and entry.path is not None:
             folder.touch(entry.path)
         self._use(entry)
@@ -184,7 +183,7 @@ class CompileCache:
         for layer in self.layers:
             entry = self._load(layer, key)
             if entry is not None:
-                self._count("layer_hit")
+                self._counts.add("layer_hit")
                 if layer.remote:
                     self._store(entry.manifest, entry.payload)
                 return self._memory.put(entry)
@@ -197,7 +196,7 @@ class CompileCache:
         except (CorruptError, UntrustedError) as error:
             self.reject(place, place.path(key.target, key.digest) if isinstance(place, Folder) else None, error)
         except OSError as error:
-            self._count("read_failed")
+            self._counts.add("read_failed")
             self._notices.say(f"read_failed {place.name}", f"{place.name} cannot be read: {error}")
         return None
 
@@ -211,7 +210,7 @@ class CompileCache:
         return self._home.folder is not None and path.startswith(self._home.folder.prefix)
 
     def _miss(self, key: CompileKey) -> None:
-        self._count("miss")
+        self._counts.add("miss")
         if self._sealed:
             self._session.flush()
             raise CacheMiss(f"the cache is sealed and has no {key!r}\n{self.explain(key)}")
@@ -223,12 +222,12 @@ class CompileCache:
         try:
             built = build(key)
         except BaseException:
-            self._count("build_failed")
+            self._counts.add("build_failed")
             raise
         if not isinstance(built, Built):
             raise ConfigError(f"build({key!r}) returned {type(built).__qualname__}, not k3dsl.cache.Built")
         manifest = manifest_of(key, built, time.monotonic() - started)
-        self._count("built")
+        self._counts.add("built")
         path = self._store(manifest, built.payload)
         self._give(manifest, built.payload)
         entry = self._memory.put(Entry(key, manifest, source="built", payload=built.payload, path=path))
@@ -250,9 +249,8 @@ class CompileCache:
             outcome.append(folder.publish(manifest, payload))
 
         if not self._home.write(publish):
-            self._count("write_failed", self._home.take_failures())
             return None
-        self._count("stored" if outcome[0] else "raced")
+        self._counts.add("stored" if outcome[0] else "raced")
         return self._home.folder.path(target, digest) if self._home.folder is not None else None
 
     def _give(self, manifest: Manifest, payload: bytes) -> None:
@@ -262,7 +260,7 @@ class CompileCache:
                 try:
                     layer.give(manifest, payload)
                 except OSError as error:
-                    self._count("give_failed")
+                    self._counts.add("give_failed")
                     self._notices.say(f"give_failed {layer.name}", f"{layer.name} does not take entries: {error}")
 
     def _enforce(self, added: int) -> None:
@@ -323,7 +321,7 @@ class CompileCache:
         exempt = alive | bound.pinned(folder) | session.in_use(str(folder.root))
         report = bound.prune(folder, max_bytes=limit, older_than=older_than, exempt=exempt, dry_run=dry_run)
         if not dry_run:
-            self._count("evicted", sum(item.target != bound.QUARANTINE for item in report.removed))
+            self._counts.add("evicted", sum(item.target != bound.QUARANTINE for item in report.removed))
             self._session.flush()
         return report
 
@@ -344,9 +342,9 @@ class CompileCache:
     def stats(self) -> stats.Stats:
         """Counters of all processes by reason, what is stored, and the degraded states: see `Stats`."""
         self._session.flush()
-        if self._home.writes and self._session.persists:
+        if self._home.writes:
             session.fold(str(self.root))
-        return stats.collect(self, self._session.counts, persists=self._session.persists)
+        return stats.collect(self, self._counts.copy(), self._session.pending())
 
     def verify(self, recompile: bool = False, *, builder_for: verify.BuilderFor | None = None) -> verify.VerifyReport:
         """Reads and checks every entry; a corrupt one is quarantined. `recompile` also builds each again and compares.
@@ -401,7 +399,7 @@ class CompileCache:
 
     def imported(self, count: int) -> None:
         """Counts entries that a bundle brought, and keeps the bound."""
-        self._count("imported", count)
+        self._counts.add("imported", count)
         self._session.flush()
         self._usage = None
         self._enforce(0)
@@ -409,7 +407,7 @@ class CompileCache:
     def reject(self, origin: Folder | Layer, path: str | None, error: CorruptError | UntrustedError) -> None:
         """Counts an entry that is not to be used, and quarantines it where this cache may."""
         reason = "corrupt" if isinstance(error, CorruptError) else "untrusted"
-        self._count(reason)
+        self._counts.add(reason)
         if reason == "untrusted":
             self._notices.say(f"untrusted {origin.name}", f"an entry of {origin.name} is not used: {error}")
         kept = None
@@ -418,10 +416,6 @@ class CompileCache:
         where = f"kept in {kept}" if kept else "left where it is"
         env.logger().info("compile cache: %s entry of %s not used: %s; %s", reason, origin.name, error, where)
         self._session.flush()
-
-    def _count(self, name: str, by: int = 1) -> None:
-        with self._guard:
-            self._session.counts[name] += by
 
 
 def _digest(key: CompileKey | str) -> str:

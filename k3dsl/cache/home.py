@@ -11,6 +11,7 @@ from typing import Final
 
 from k3dsl.cache.flight import NO_LOCKS
 from k3dsl.cache.notice import Notices
+from k3dsl.cache.session import Counts
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import Trust, UntrustedError
 
@@ -27,11 +28,11 @@ class Home:
     writes   whether entries are stored there
     """
 
-    def __init__(self, root: Path | None, *, off: bool, read_only: bool, trust: Trust) -> None:
+    def __init__(self, root: Path | None, *, off: bool, read_only: bool, trust: Trust, counts: Counts) -> None:
         self.root = root
         self.trust = trust
         self.notices = Notices(str(root))
-        self.failed_writes = 0
+        self._counts = counts
         self.folder: Folder | None = None
         if off:
             pass
@@ -73,7 +74,7 @@ class Home:
 
     def note_write(self, error: OSError) -> None:
         """Says that the folder cannot be written; if for good, it is not tried again."""
-        self.failed_writes += 1
+        self._counts.add("write_failed")
         if error.errno in _FINAL:
             self.writes = False
         self.notices.say(
@@ -82,16 +83,12 @@ class Home:
             "Free space there, or set K3DSL_CACHE_DIR to a folder that can be written",
         )
 
-    def take_failures(self) -> int:
-        """How many writes failed since this was last asked."""
-        count, self.failed_writes = self.failed_writes, 0
-        return count
-
     def note_lock(self, error: OSError) -> None:
         """Says that no lock is to be had there."""
         if error.errno not in NO_LOCKS:
             self.note_write(error)
             return
+        self._counts.add("lock_unsupported")
         self.notices.say(
             "lock_unsupported",
             f"{self.root} is on a filesystem without locks ({error.strerror or error}): several processes may build "

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,24 +28,50 @@ _UNLOCKED_SECONDS: Final = 86400.0
 _FOLD_ABOVE: Final = 32
 
 
-class Session:
-    """This process's file. `root=None` counts in memory only, as a cache that must not write does."""
+class Counts:
+    """What one cache did, by reason. Thread-safe; a forked child counts from zero."""
 
-    def __init__(self, root: str | None, trust: Trust) -> None:
-        self.counts: Counter[str] = Counter()
+    __slots__ = ("_guard", "_pid", "values")
+
+    def __init__(self) -> None:
+        self.values: Counter[str] = Counter()
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+
+    def add(self, name: str, by: int = 1) -> None:
+        """Counts."""
+        if self._pid != os.getpid():
+            self._pid, self._guard = os.getpid(), threading.Lock()
+            self.values.clear()
+        with self._guard:
+            self.values[name] += by
+
+    def copy(self) -> Counter[str]:
+        """The counts as they are now."""
+        self.add("", 0)
+        with self._guard:
+            return +self.values
+
+
+class Session:
+    """This process's file. `root=None` keeps none, as a cache that must not write does."""
+
+    def __init__(self, root: str | None, trust: Trust, counts: Counts | None = None) -> None:
+        self.counts = counts or Counts()
         self._written: Counter[str] = Counter()
         self._listed: set[str] = set()
         self._root = root
         self._trust = trust
         self._file = -1
         self._lock: Lock | None = None
-        self._name = ""
         self._pid = os.getpid()
+        self._guard = threading.RLock()
 
-    @property
-    def persists(self) -> bool:
-        """Whether counts go to a file: then `totals` has them."""
-        return self._root is not None
+    def pending(self) -> Counter[str]:
+        """Counts that no file has: those since the last flush, all of them where none is kept."""
+        self._after_fork()
+        with self._guard:
+            return self.counts.copy() - self._written
 
     @property
     def mine(self) -> bool:
@@ -53,25 +80,30 @@ class Session:
 
     def use(self, digest: str) -> None:
         """Lists an entry as in use by this process, unless it is listed already."""
+        if digest in self._listed and self.mine:
+            return
         self._after_fork()
-        if digest not in self._listed:
+        with self._guard:
             self._listed.add(digest)
             self._append(f"+{digest}\n")
 
     def drop(self, alive: set[str]) -> None:
         """Takes every entry that is not in `alive` off the list."""
-        gone = self._listed - alive
-        if gone:
-            self._listed -= gone
-            self._append("".join(f"-{digest}\n" for digest in sorted(gone)))
+        self._after_fork()
+        with self._guard:
+            gone = self._listed - alive
+            if gone:
+                self._listed -= gone
+                self._append("".join(f"-{digest}\n" for digest in sorted(gone)))
 
     def flush(self) -> None:
         """Appends what was counted since the last time."""
         self._after_fork()
-        news = self.counts - self._written
-        if news:
-            self._written = Counter(self.counts)
-            self._append(json.dumps(news, sort_keys=True) + "\n")
+        with self._guard:
+            now = self.counts.copy()
+            news = now - self._written
+            if news and self._append(json.dumps(news, sort_keys=True) + "\n"):
+                self._written = now
 
     def close(self) -> None:
         """The last flush; the file is then one of the dead, for anybody to fold."""
@@ -82,16 +114,18 @@ class Session:
         if self._root and len(_names(self._root)) > _FOLD_ABOVE:
             fold(self._root)
 
-    def _append(self, lines: str) -> None:
-        self._after_fork()
-        if self._root is None:
-            return
+    def _append(self, lines: str) -> bool:
+        """Whether the file has them now."""
+        if self._root is None or not os.path.isdir(self._root):
+            return False  # the folder is made when something is stored
         try:
             if self._file < 0:
                 self._open()
             os.write(self._file, lines.encode())  # one write with O_APPEND: a killed process leaves whole lines
         except OSError:
             self._root = None  # no figures from this process, then
+            return False
+        return True
 
     def _open(self) -> None:
         assert self._root is not None
@@ -101,10 +135,9 @@ class Session:
             os.mkdir(folder, folder_mode)
             os.chmod(folder, folder_mode)
         for _ in range(8):
-            name = f"{secrets.token_hex(8)}.log"
-            path = f"{folder}/{name}"
+            path = f"{folder}/{secrets.token_hex(8)}.log"
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file, self._name = os.open(path, flags, file_mode), name
+            self._file = os.open(path, flags, file_mode)
             self._lock = Lock(path)
             try:
                 held = self._lock.take()
@@ -127,8 +160,7 @@ class Session:
         """A forked child counts from zero in a file of its own; its parent goes on with the old one."""
         if self._pid != os.getpid():
             self._let_go()
-            self._pid, self._name = os.getpid(), ""
-            self.counts.clear()
+            self._pid, self._guard = os.getpid(), threading.RLock()
             self._written.clear()
             self._listed.clear()
 

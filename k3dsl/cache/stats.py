@@ -45,12 +45,10 @@ class Stats(dict[str, Any]):
             raise AttributeError(f"stats has no {name!r}; it has {', '.join(self)}") from None
 
 
-def collect(cache: "CompileCache", own: Counter[str], *, persists: bool) -> Stats:
-    """The work of `CompileCache.stats`; `own` are the counts of the cache, `persists` whether the folder has them."""
+def collect(cache: "CompileCache", own: Counter[str], pending: Counter[str]) -> Stats:
+    """The work of `CompileCache.stats`; `own` are the counts of the cache, `pending` those that no file has."""
     folder = cache.folder
-    counts = session.totals(str(folder.root)) if folder is not None else Counter[str]()
-    if not persists:
-        counts += own
+    counts = (session.totals(str(folder.root)) if folder is not None else Counter[str]()) + pending
     items = bound.usage(folder) if folder is not None else []
     rejected = bound.quarantine_usage(folder) if folder is not None else []
     return Stats(
