@@ -1,0 +1,60 @@
+"""The bench of a layer: its torch ops compute the layer, and its floors are those of the bytes and operations."""
+
+import pytest
+import torch
+
+from k3dsl import ConfigError, MlaDims, ToolchainError
+from k3dsl.cli.bench import question
+from k3dsl.reference import decode_layer
+from k3dsl.scenario import relative_error
+
+layer = question("layer")
+harness = question("harness")
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
+def test_torch_ops_are_the_layer(kv_format):
+    dims = MlaDims.kimi_k3(16)
+    one = layer.Layer(dims, rows=3, context=130, kv_format=kv_format, device="cpu", seed=1)
+    twin = one.cache.clone()
+    expected = decode_layer(one.projected, one.weights, twin, one.slots, one.table, one.lengths, kv_format=kv_format)
+    out = layer.torch_layer(one)
+    assert relative_error(out, expected) < 1e-2
+    assert out is one.out
+    assert (one.cache != twin).sum() <= 3 * 576 * 0.01  # roundings of the step's entries
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "kv_format", "us"),
+    [(1, 1024, "fp8", 2.5), (16, 8192, "fp8", 20.1), (64, 1024, "fp8", 11.9), (4, 8192, "bf16", 11.2)],
+)
+def test_floor_is_memory_at_decode_sizes(rows, context, kv_format, us):
+    bound = layer.floor(MlaDims.kimi_k3(8), rows, context, kv_format)
+    assert bound["us"] == bound["memory_us"] == pytest.approx(us, abs=0.06)
+    assert bound["compute_us"] < bound["memory_us"]
+
+
+def test_rotation_passes_the_bytes_within_bounds():
+    assert harness.rotation(10 << 20) == 24
+    assert harness.rotation(40 << 20) == 8
+    assert harness.rotation(1 << 30) == 4
+
+
+def test_conditions_name_what_a_number_needs():
+    found = harness.conditions("abc123", "how")
+    assert found["commit"] == "abc123"
+    assert all(found[name] for name in ("date", "torch", "python", "cpu", "k3dsl", "method"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_measure():
+    for name in ("layer", "host"):
+        with pytest.raises(ToolchainError, match="no GPU"):
+            question(name).run()
+        with pytest.raises(ConfigError, match="against='flashmla' must be torch"):
+            question(name).run(against="flashmla")
+
+
+def test_a_question_that_is_not_there():
+    with pytest.raises(ConfigError, match="no bench of that name"):
+        question("colour")
