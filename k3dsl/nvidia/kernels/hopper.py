@@ -26,7 +26,7 @@ from cutlass.experimental.cuda import TensorMap, TensorMapSwizzle, create_tensor
 
 from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, THREADS, TILE, HopperKey
 from k3dsl.nvidia.kernels import cut, ptx
-from k3dsl.nvidia.kernels.hopper_tile import BOX, BOX_BY_BOX, P_BIAS, P_LIMIT, Tile
+from k3dsl.nvidia.kernels.hopper_tile import BOX, BOX_BY_BOX, P_BIAS, P_LIMIT, Tile, fill, put
 
 #: m of a column that has seen no key: below every score, and its square of a difference is still finite.
 UNSEEN = -1.0e30
@@ -258,18 +258,15 @@ class Core(Tile):
             request, length, first, last = cut.locate(work, at)
             count = min(end, last) - at
             tile0 = at - first
-            for x in cutlass.range_constexpr(self.latent_tiles * self.half):
-                acc[x] = Float32(0.0)
-            for x in cutlass.range_constexpr(cols):
-                m[x] = Float32(UNSEEN)
-                total[x] = Float32(0.0)
+            fill(acc, 0.0)
+            fill(m, UNSEEN)
+            fill(total, 0.0)
             buffer = segment % lay.queries
             q_lo = ptx.descriptor(base + lay.query + buffer * lay.query_bytes)
             cute.arch.mbarrier_wait(query_full + buffer, (segment // lay.queries) & 1)
             for step in cutlass.range(0, count, 2 if pair else 1, unroll=1):
                 # ---- S^T of my tile
-                for x in cutlass.range_constexpr(self.half):
-                    s[x] = Float32(-math.inf)
+                fill(s, -math.inf)
                 mine = step + group if pair else step
                 if mine < count:
                     i = done + mine
@@ -278,9 +275,7 @@ class Core(Tile):
                     if cutlass.const_expr(self.fp8 and key.n >= BOX_BY_BOX):
                         self.scores_by_box(s, ptx.descriptor(tile), q_lo)
                     else:
-                        scores = self.scores(ptx.descriptor(tile), q_lo)
-                        for x in cutlass.range_constexpr(self.half):
-                            s[x] = scores[x]
+                        put(s, self.scores(ptx.descriptor(tile), q_lo))
                     valid = length - (tile0 + mine) * TILE  # keys of the tile that are there, if below 64
                     if valid < TILE + key.q - 1:
                         self.mask(s, w, r, c, block, valid)
@@ -292,28 +287,20 @@ class Core(Tile):
                 half_p = base + lay.p + (step // (2 if pair else 1) & 1) * 2 * lay.p_bytes
                 at_p = [half_p + x for x in p_mine]
                 here, worst = self.store_p(s, m, at_p, scale_log2)
-                for x in cutlass.range_constexpr(cols):
-                    sums[x] = here[x]
+                put(sums, here)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 if ptx.barrier_any(worst > P_LIMIT[key.p], barrier, threads):
                     # ---- a new m: the maximum of all tiles of the step; then P again
                     self.share_peaks(s, lane, peak_mine)
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                    new = self.new_maxima(m, peaks + c * 8, scale_log2)
-                    factor = [ptx.ex2(m[x] - new[x]) for x in range(cols)]
-                    for x in cutlass.range_constexpr(cols):
-                        m[x] = new[x]
-                        total[x] = total[x] * factor[x]
-                    for x in cutlass.range_constexpr(self.latent_tiles * self.half):
-                        y = x % self.half
-                        acc[x] = acc[x] * factor[(y >> 2) * 2 + (y & 1)]
+                    self.raise_to_peaks(sums, m, peaks + c * 8, scale_log2)
+                    self.rescale(acc, total, [ptx.ex2(m[x] - sums[x]) for x in range(cols)])
+                    put(m, [sums[x] for x in range(cols)])
                     again, _ = self.store_p(s, m, at_p, scale_log2)
-                    for x in cutlass.range_constexpr(cols):
-                        sums[x] = again[x]
+                    put(sums, again)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                for x in cutlass.range_constexpr(cols):
-                    total[x] = total[x] + sums[x]
+                put(total, [total[x] + sums[x] for x in range(cols)])
                 if (step + (2 if pair else 1) >= count) & (lane == 0):  # the queries have been read for the last time
                     cute.arch.mbarrier_arrive(query_empty + buffer)
                 # ---- O^T += V^T P^T, my latents, all tiles of the step

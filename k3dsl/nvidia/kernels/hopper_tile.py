@@ -26,6 +26,17 @@ CHAINS = {8: 5, 16: 5, 24: 3, 32: 2}
 BOX_BY_BOX = 40
 
 
+def fill(registers, value):
+    """`value` into every element of a register tensor."""
+    put(registers, [Float32(value)] * cute.size(registers))
+
+
+def put(registers, values):
+    """A list into a register tensor."""
+    for x, value in enumerate(values):
+        registers[x] = value
+
+
 class Tile:
     """Facts of a build and the work on a tile. Methods without cute.jit have no run-time control flow of their own."""
 
@@ -76,8 +87,7 @@ class Tile:
     def scores_by_box(self, s, k_lo, q_lo):
         """The same for FP8 into `s`, with one chain at a time."""
         n = self.key.n
-        for x in cutlass.range_constexpr(self.half):
-            s[x] = Float32(0.0)
+        fill(s, 0.0)
         for b in cutlass.range(self.boxes, unroll=1):
             self.add_box(s, k_lo + b * (BOX // 16), q_lo + b * (n * 128 // 16), 4, ptx.SW128)
         self.add_box(s, k_lo + self.boxes * BOX // 16, q_lo + self.boxes * n * 128 // 16, 2, ptx.SW64)
@@ -89,9 +99,7 @@ class Tile:
             d = ptx.wgmma_ss("e4m3", d, k_lo + 2 * k, layout, q_lo + 2 * k, layout, k > 0)
         cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
-        d = ptx.settled(d)
-        for x in range(self.half):
-            s[x] = s[x] + d[x]
+        put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
 
     @cute.jit
     def mask(self, s, w, r, c, block, valid):
@@ -139,15 +147,27 @@ class Tile:
             for g in cutlass.range_constexpr(groups):
                 ptx.sts_v2f(to, peak[2 * g], peak[2 * g + 1], offset=32 * g)
 
-    def new_maxima(self, m, peaks, scale_log2):
-        """Per column of this thread: the larger of m and the warps' maxima, in log2 units."""
-        new = [m[x] for x in range(self.cols)]
-        for warp in range(8 if self.key.pair else 4):
-            for g in range(self.key.n // 8):
-                a, b = ptx.lds_v2f(peaks, offset=(warp * self.key.n + 8 * g) * 4)
-                new[2 * g] = ptx.fmax(new[2 * g], a * scale_log2)
-                new[2 * g + 1] = ptx.fmax(new[2 * g + 1], b * scale_log2)
-        return new
+    @cute.jit
+    def raise_to_peaks(self, new, m, peaks, scale_log2):
+        """new = per column of this thread the larger of m and the warps' largest scores, in log2 units.
+
+        A loop, though a short one: unrolled, all its loads are in flight at once and take registers that are not there.
+        """
+        put(new, [m[x] for x in range(self.cols)])
+        for warp in cutlass.range(8 if self.key.pair else 4, unroll=1):
+            self.raise_by(new, peaks + warp * (self.key.n * 4), scale_log2)
+
+    def raise_by(self, new, peaks, scale_log2):
+        for g in range(self.key.n // 8):
+            a, b = ptx.lds_v2f(peaks, offset=32 * g)
+            new[2 * g] = ptx.fmax(new[2 * g], a * scale_log2)
+            new[2 * g + 1] = ptx.fmax(new[2 * g + 1], b * scale_log2)
+
+    def rescale(self, acc, total, factor):
+        """acc and total times a factor a column."""
+        put(total, [total[x] * factor[x] for x in range(self.cols)])
+        columns = [(x % self.half >> 2) * 2 + (x & 1) for x in range(self.latent_tiles * self.half)]
+        put(acc, [acc[x] * factor[column] for x, column in enumerate(columns)])
 
     def p_store_addresses(self, p, w, lane):
         """Where this lane writes P of a tile at p. Its rows are columns; a row has 64 keys in swizzled 16-byte chunks.
