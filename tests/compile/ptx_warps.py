@@ -1,7 +1,7 @@
 """Runs the PTX of a warp-specialised kernel on the CPU: warps that loop, branch apart and wait for each other.
 
-Each warp has a program counter a lane (the lanes that are furthest behind run first) and is scheduled at random, so that
-a different seed is a different interleaving. Modelled beside the machine of ptx_grid.py:
+Each warp has a program counter a lane (the lanes that are furthest behind run first) and is scheduled at random, so
+that a different seed is a different interleaving. Modelled beside the machine of ptx_grid.py:
 
 * mbarriers with phases and bytes, named barriers with and without a vote, TMA boxes through tensor maps with their
   swizzle and their zeros out of bounds, wgmma through its shared-memory descriptors, ldmatrix and stmatrix;
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from ptx_cluster import SMEM_BASE, U64, Buffer, Program, bf16_values, bits32, e4m3_bits, f32, signed, wrap
-from ptx_grid import Cta, Memory, f16_bits, f16_values
+from ptx_grid import Cta, Memory, f16_bits
 
 #: Value of every byte of an e4m3.
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -76,11 +76,13 @@ class Map:
     box: tuple[int, ...]
     swizzle: int
     dtype: str
-    l2_promotion: int = 0
+    l2_promotion: int = 128
     start: int = 0  # of element 0 in the buffer
+    strict: bool = False  # a last coordinate out of bounds is an error
 
     def read(self, at: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(box bytes [rows, row bytes] with zeros out of bounds, offsets in the buffer of the bytes that were read)."""
+        assert not self.strict or 0 <= at[-1] < self.dims[-1], f"coordinate {at[-1]} of {self.dims[-1]}"
         size = 1 if self.dtype in ("u8", "e4m3") else 2
         assert self.box[0] * size <= self.swizzle
         steps = (1, *self.strides_bytes)
@@ -473,9 +475,6 @@ class Warp(Cta):
             self.put(operands[0], lo | (hi << U64(8)))
         else:
             super().op_cvt(op, operands)
-
-
-__all__ = ["Map", "Memory", "f16_values", "launch", "program"]
 
 
 def launch(

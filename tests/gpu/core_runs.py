@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import harness
 import torch
 from cases import CoreInputs
+from hopper_partials import merged
 
 from k3dsl.nvidia.core import hopper
 from k3dsl.nvidia.driver import LaunchPlan, driver
@@ -125,19 +126,12 @@ class Run:
 
     def unrounded(self) -> torch.Tensor:
         """float64 [R, q, H, 512]: the partials of the last launch merged here, by the host's cut and no rounding."""
-        key, lengths = self.key, self.given.lengths.tolist()
-        cut = hopper.cut(lengths, hopper.splits(key, self.sm_count))
-        shape = (key.blocks, self.sizes.slots, key.block, hopper.LATENT)
-        partial = self.workspace.partial.view(shape).transpose(1, 2).flatten(0, 1)  # [columns, slots, 512]
-        stats = self.workspace.stats.view(key.blocks * key.block, self.sizes.slots, 2)
-        out = torch.zeros(len(lengths), key.columns, hopper.LATENT, dtype=torch.float64, device="cuda")
-        for r, (first, last) in enumerate(zip(cut.first, cut.last, strict=True)):
-            if first > last:
-                continue
-            o = partial[: key.columns, first + r : last + r + 1].double()
-            m, total = stats[: key.columns, first + r : last + r + 1].double().unbind(-1)
-            weight = torch.exp2(m - m.amax(1, keepdim=True))
-            total = (weight * total).sum(1)
-            seen = total != 0
-            out[r, seen] = ((weight[..., None] * o).sum(1)[seen] / total[seen, None]) * self.given.out_scale
-        return out.view(self.out.shape)
+        out, _ = merged(
+            self.key,
+            self.workspace.partial[: self.sizes.partial // 4],
+            self.workspace.stats[: self.sizes.stats // 4],
+            self.given.lengths.tolist(),
+            sm_count=self.sm_count,
+            out_scale=self.given.out_scale,
+        )
+        return out
