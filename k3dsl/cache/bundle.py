@@ -1,7 +1,8 @@
 """Bundles: entries in one file, to be built in one place and run in another.
 
 A zstd-compressed tar (`tar --zstd -tvf` lists it): bundle.json first, which names every member with its size and
-sha256, then for each entry `<digest>/manifest.json` and `<digest>/payload`. The same entries give the same bytes.
+sha256, then for each entry `<digest>/manifest.json` and `<digest>/payload`; behind it, where zstd programs skip it, the
+sha256 of all that was before. The same entries give the same bytes.
 
 An import reads the whole file first and checks every byte of it; only then does it publish, entry by entry, what is to
 be taken. So a refused bundle leaves nothing. What a checksum inside the file cannot prove is who made it: for that
@@ -21,7 +22,7 @@ from k3dsl import __version__
 from k3dsl.cache.entry import MANIFEST_LIMIT, PAYLOAD_LIMIT, CorruptError, Entry, Manifest
 from k3dsl.cache.host import cannot_run
 from k3dsl.cache.key import CompileKey, is_digest
-from k3dsl.cache.tar import BundleError, Member, finish, read_members, write_member
+from k3dsl.cache.tar import BundleError, Member, Sealed, finish, read_members, write_member
 from k3dsl.errors import CacheMiss, ConfigError
 
 if TYPE_CHECKING:
@@ -192,12 +193,14 @@ def pack(file: IO[bytes], entries: Iterable[Entry]) -> None:
         )
     index = Index(FORMAT, VERSION, __version__, items)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-    with compressor.stream_writer(file, closefd=False) as stream:
+    sealed = Sealed(file)
+    with compressor.stream_writer(sealed, closefd=False) as stream:  # type: ignore[arg-type]
         write_member(stream, _INDEX, msgspec.json.format(msgspec.json.encode(index), indent=1))
         for entry in found:
             write_member(stream, f"{entry.digest}/manifest.json", entry.manifest.dump())
             write_member(stream, f"{entry.digest}/payload", entry.payload)
         finish(stream)
+    sealed.close()
 
 
 def unpack(file: IO[bytes]) -> Iterator[tuple[Manifest, bytes]]:

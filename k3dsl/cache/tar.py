@@ -6,6 +6,7 @@ files with plain names, and takes anything else for a forgery.
 
 import tarfile
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import IO, Final, Protocol
 
 from k3dsl.errors import K3Error
@@ -13,6 +14,8 @@ from k3dsl.errors import K3Error
 _BLOCK: Final = 512
 #: Compressed bytes at a time. zstd makes at most 32 KB of each, so this bounds what a hostile file can make us hold.
 _CHUNK: Final = 1024
+_SKIPPABLE: Final = b"\x50\x2a\x4d\x18"
+_SEAL_SIZE: Final = 4 + 4 + 32
 #: What an archive ends with.
 _END: Final = 2 * _BLOCK
 
@@ -45,7 +48,7 @@ class Member:
 
 
 class _Stream:
-    """Decompressed bytes, to the exact end of exactly one zstd frame."""
+    """Decompressed bytes, to the exact end of exactly one zstd frame and of the seal behind it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         import zstandard
@@ -55,6 +58,8 @@ class _Stream:
         # The window bounds what a hostile frame can make us allocate; our own frames need far less.
         self._frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
         self._buffer = b""
+        self._hash = sha256()
+        self._held = b""  # the last bytes read: the seal, if these are the last of the file
 
     def exactly(self, count: int) -> bytes:
         """The next `count` bytes; BundleError if they are not there."""
@@ -70,24 +75,52 @@ class _Stream:
         return content[:count]
 
     def _more(self) -> bytes:
-        while not self._frame.eof:
-            chunk = self._file.read(_CHUNK)
-            if not chunk:
-                return b""
+        while chunk := self._file.read(_CHUNK):
+            self._held += chunk
+            body, self._held = self._held[:-_SEAL_SIZE], self._held[-_SEAL_SIZE:]
+            self._hash.update(body)
+            if self._frame.eof and body:
+                raise BundleError("something was appended to it")
             try:
-                piece: bytes = self._frame.decompress(chunk)
+                piece: bytes = self._frame.decompress(body) if body else b""
             except self._error as error:
                 raise BundleError(f"it is damaged or no zstd file: {error}") from None
+            if self._frame.unused_data:
+                raise BundleError("something was appended to it")
             if piece:
                 return piece
         return b""
 
     def end(self) -> None:
-        """Raises BundleError unless this is the end of the frame and of the file."""
-        if self._buffer or self._more() or not self._frame.eof:
-            raise BundleError("it goes on behind its end, or is truncated there")
-        if self._frame.unused_data or self._file.read(1):
-            raise BundleError("something was appended to it")
+        """Raises BundleError unless this is the end of the frame, and the file is to the last byte what was sealed."""
+        if self._buffer or self._more():
+            raise BundleError("it goes on behind its end")
+        if not self._frame.eof:
+            raise BundleError("it is truncated")
+        if self._held != seal(self._hash.digest()):
+            raise BundleError("it is damaged: its checksum does not match")
+
+
+def seal(digest: bytes) -> bytes:
+    """What stands behind the frame: the sha256 of all bytes before, in a frame that zstd programs skip."""
+    return _SKIPPABLE + len(digest).to_bytes(4, "little") + digest
+
+
+class Sealed:
+    """A file that is written to; `close` seals what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = sha256()
+
+    def write(self, content: bytes, /) -> int:
+        """Writes."""
+        self._hash.update(content)
+        return self._file.write(content)
+
+    def close(self) -> None:
+        """Appends the seal; leaves the file open."""
+        self._file.write(seal(self._hash.digest()))
 
 
 def write_member(stream: _Writer, name: str, content: bytes) -> None:
