@@ -69,11 +69,13 @@ class CompileCache:
         )
         self._notices = self._home.notices
         self.layers: list[Layer] = [] if off else open_layers(layers or settings.layers, shared=allow_shared)
-        self._memory = Memory()
         self._used: dict[str, int] = {}  # path -> when it was last used from memory, in ns
         self._swept = False
         self._usage: int | None = None
         self._session = Session(str(self.root) if self._home.writes else None, self._home.trust, self._counts)
+        own = self._home.folder.prefix if self._home.folder is not None and self._home.writes else None
+        self._own = own
+        self._memory = Memory(self._session, own)
         finalize(self, _leave, self._session, self._used)
 
     # Looking up
@@ -162,10 +164,11 @@ class CompileCache:
         return self._from_memory(key) or self._from_disk(key) or self._from_layers(key)
 
     def _from_memory(self, key: CompileKey) -> Entry | None:
-        entry = self._memory.get(key.digest)
+        entry = self._memory.get(key.digest, self)
         if entry is not None:
             self._counts.add("memory_hit")
-            self._use(entry)
+            if self._own is not None and entry.path is not None and entry.path.startswith(self._own):
+                self._used[entry.path] = time.time_ns()
         return entry
 
     def _from_disk(self, key: CompileKey) -> Entry | None:
@@ -176,8 +179,7 @@ class CompileCache:
         self._counts.add("disk_hit")
         if self._home.writes and folder is not None and entry.path is not None:
             folder.touch(entry.path)
-        self._use(entry)
-        return self._memory.put(entry)
+        return self._memory.put(entry, self)
 
     def _from_layers(self, key: CompileKey) -> Entry | None:
         for layer in self.layers:
@@ -186,7 +188,7 @@ class CompileCache:
                 self._counts.add("layer_hit")
                 if layer.remote:
                     self._store(entry.manifest, entry.payload)
-                return self._memory.put(entry)
+                return self._memory.put(entry, self)
         return None
 
     def _load(self, place: Folder | Layer, key: CompileKey) -> Entry | None:
@@ -199,15 +201,6 @@ class CompileCache:
             self._counts.add("read_failed")
             self._notices.say(f"read_failed {place.name}", f"{place.name} cannot be read: {error}")
         return None
-
-    def _use(self, entry: Entry) -> None:
-        """Notes the use of an entry of the folder, for eviction."""
-        if self._home.writes and entry.path is not None and self._own(entry.path):
-            self._used[entry.path] = time.time_ns()
-            self._session.use(entry.digest)
-
-    def _own(self, path: str) -> bool:
-        return self._home.folder is not None and path.startswith(self._home.folder.prefix)
 
     def _miss(self, key: CompileKey) -> None:
         self._counts.add("miss")
@@ -230,8 +223,7 @@ class CompileCache:
         self._counts.add("built")
         path = self._store(manifest, built.payload)
         self._give(manifest, built.payload)
-        entry = self._memory.put(Entry(key, manifest, source="built", payload=built.payload, path=path))
-        self._use(entry)
+        entry = self._memory.put(Entry(key, manifest, source="built", payload=built.payload, path=path), self)
         self._session.flush()
         if path is not None:
             self._enforce(allocated(path))
@@ -316,7 +308,6 @@ class CompileCache:
         alive = self._memory.alive()
         if not dry_run:
             folder.sweep()
-            self._session.drop(alive)
             _stamp(self._used)
         exempt = alive | bound.pinned(folder) | session.in_use(str(folder.root))
         report = bound.prune(folder, max_bytes=limit, older_than=older_than, exempt=exempt, dry_run=dry_run)

@@ -134,7 +134,7 @@ class Entry:
     evicts its files: whoever has loaded a kernel keeps its entry.
     """
 
-    __slots__ = ("__weakref__", "_payload", "_read", "key", "manifest", "path", "source")
+    __slots__ = ("__weakref__", "_payload", "_read", "key", "manifest", "owner", "path", "source")
 
     def __init__(
         self,
@@ -151,6 +151,8 @@ class Entry:
         self.source = source
         #: The entry's folder; None for one that is in memory or behind HTTP only.
         self.path = path
+        #: The cache that it came from, which says for it that it is in use: it must not go first.
+        self.owner: object = None
         self._payload = payload
         self._read = read
 

@@ -4,17 +4,19 @@ Each process appends to a file of its own, `<root>/sessions/<16 hex>.log`, on wh
 lives: no two processes write one file, and whether its writer lives can be asked of the kernel. Files of the dead are
 folded into `totals.json`. All of this may be lost or missing without any harm but to the figures.
 
-Lines: "+digest" uses an entry, "-digest" no longer does, "{...}" counts since the last such line.
+`<name>.log` has a line of JSON for what was counted since the line before. `<name>.use` is a table of the digests that
+are in use, 32 bytes each, zeros where none is. It changes with every hit from memory, which has no time for a system
+call: so it is mapped, with its blocks allocated before, lest a full disk be met in the middle of a store.
 """
 
 import contextlib
 import json
+import mmap
 import os
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Final
 
 from k3dsl.cache.lock import Lock
@@ -22,6 +24,10 @@ from k3dsl.cache.trust import Trust, modes_like
 
 SESSIONS: Final = "sessions"
 _TOTALS: Final = "totals.json"
+#: Bytes of a digest; digests that a process may list; what stands where none is listed.
+_SLOT: Final = 32
+_SLOTS: Final = 2048
+_NONE: Final = bytes(_SLOT)
 #: Where locks do not work, a session that wrote nothing for a day is taken for dead.
 _UNLOCKED_SECONDS: Final = 86400.0
 #: Files of the dead that may lie about before a process folds them on its way out.
@@ -59,10 +65,12 @@ class Session:
     def __init__(self, root: str | None, trust: Trust, counts: Counts | None = None) -> None:
         self.counts = counts or Counts()
         self._written: Counter[str] = Counter()
-        self._listed: set[str] = set()
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
         self._root = root
         self._trust = trust
         self._file = -1
+        self._table: mmap.mmap | None = None
         self._lock: Lock | None = None
         self._pid = os.getpid()
         self._guard = threading.RLock()
@@ -80,21 +88,24 @@ class Session:
 
     def use(self, digest: str) -> None:
         """Lists an entry as in use by this process, unless it is listed already."""
-        if digest in self._listed and self.mine:
-            return
         self._after_fork()
         with self._guard:
-            self._listed.add(digest)
-            self._append(f"+{digest}\n")
+            if digest in self._slots or not self._ready():
+                return
+            slot = self._free.pop() if self._free else len(self._slots)
+            if self._table is not None and slot < _SLOTS:
+                self._slots[digest] = slot
+                self._table[slot * _SLOT : (slot + 1) * _SLOT] = bytes.fromhex(digest)
 
-    def drop(self, alive: set[str]) -> None:
-        """Takes every entry that is not in `alive` off the list."""
-        self._after_fork()
+    def release(self, digest: str) -> None:
+        """Takes an entry off the list."""
+        if not self.mine:
+            return
         with self._guard:
-            gone = self._listed - alive
-            if gone:
-                self._listed -= gone
-                self._append("".join(f"-{digest}\n" for digest in sorted(gone)))
+            slot = self._slots.pop(digest, None)
+            if slot is not None and self._table is not None:
+                self._free.append(slot)
+                self._table[slot * _SLOT : (slot + 1) * _SLOT] = _NONE
 
     def flush(self) -> None:
         """Appends what was counted since the last time."""
@@ -114,17 +125,29 @@ class Session:
         if self._root and len(_names(self._root)) > _FOLD_ABOVE:
             fold(self._root)
 
-    def _append(self, lines: str) -> bool:
-        """Whether the file has them now."""
-        if self._root is None or not os.path.isdir(self._root):
-            return False  # the folder is made when something is stored
+    def _append(self, line: str) -> bool:
+        """Whether the file has it now."""
+        if not self._ready():
+            return False
         try:
-            if self._file < 0:
-                self._open()
-            os.write(self._file, lines.encode())  # one write with O_APPEND: a killed process leaves whole lines
+            os.write(self._file, line.encode())  # one write with O_APPEND: a killed process leaves whole lines
         except OSError:
             self._root = None  # no figures from this process, then
             return False
+        return True
+
+    def _ready(self) -> bool:
+        """Whether the files are open."""
+        if self._root is None:
+            return False
+        if self._file < 0:
+            if not os.path.isdir(self._root):
+                return False  # the folder is made when something is stored
+            try:
+                self._open()
+            except OSError:
+                self._root = None
+                return False
         return True
 
     def _open(self) -> None:
@@ -135,15 +158,16 @@ class Session:
             os.mkdir(folder, folder_mode)
             os.chmod(folder, folder_mode)
         for _ in range(8):
-            path = f"{folder}/{secrets.token_hex(8)}.log"
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file = os.open(path, flags, file_mode)
-            self._lock = Lock(path)
+            path = f"{folder}/{secrets.token_hex(8)}"
+            flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._file = os.open(f"{path}.log", os.O_WRONLY | os.O_APPEND | flags, file_mode)
+            self._lock = Lock(f"{path}.log")
             try:
                 held = self._lock.take()
             except OSError:
-                return  # no locks here: age decides
+                held = True  # no locks here: age decides
             if held and os.fstat(self._file).st_nlink:
+                self._table = _map(os.open(f"{path}.use", os.O_RDWR | flags, file_mode))
                 return
             self._let_go()  # a process that folds took it for dead before it was locked
         raise OSError("no session file could be kept")
@@ -155,6 +179,9 @@ class Session:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        if self._table is not None:
+            self._table.close()
+            self._table = None
 
     def _after_fork(self) -> None:
         """A forked child counts from zero in a file of its own; its parent goes on with the old one."""
@@ -162,7 +189,8 @@ class Session:
             self._let_go()
             self._pid, self._guard = os.getpid(), threading.RLock()
             self._written.clear()
-            self._listed.clear()
+            self._slots.clear()
+            self._free.clear()
 
 
 def totals(root: str) -> Counter[str]:
@@ -170,7 +198,7 @@ def totals(root: str) -> Counter[str]:
     folded, done = _read_totals(root)
     for name in _names(root):
         if name not in done:
-            folded += _read(f"{root}/{SESSIONS}/{name}")[0]
+            folded += _read(f"{root}/{SESSIONS}/{name}")
     return folded
 
 
@@ -180,7 +208,7 @@ def in_use(root: str) -> set[str]:
     for name in _names(root):
         path = f"{root}/{SESSIONS}/{name}"
         if not _dead(path):
-            found |= _read(path)[1]
+            found |= _table(path)
     return found
 
 
@@ -195,7 +223,7 @@ def fold(root: str) -> None:
             dead = [name for name in _names(root) if name in done or _dead(f"{root}/{SESSIONS}/{name}")]
             for name in dead:
                 if name not in done:
-                    counts += _read(f"{root}/{SESSIONS}/{name}")[0]
+                    counts += _read(f"{root}/{SESSIONS}/{name}")
             # The names go in with the counts: if we die before the files are gone, nobody adds them twice.
             content = json.dumps({"counts": counts, "folded": dead}, sort_keys=True)
             temp = f"{root}/{SESSIONS}/{_TOTALS}.{secrets.token_hex(8)}"
@@ -206,6 +234,8 @@ def fold(root: str) -> None:
                 os.close(descriptor)
             os.replace(temp, f"{root}/{SESSIONS}/{_TOTALS}")
             for name in dead:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(_use_of(f"{root}/{SESSIONS}/{name}"))
                 os.unlink(f"{root}/{SESSIONS}/{name}")
         finally:
             guard.release()
@@ -242,22 +272,35 @@ def _read_totals(root: str) -> tuple[Counter[str], list[str]]:
         return Counter(), []
 
 
-def _read(path: str) -> tuple[Counter[str], set[str]]:
-    """The counts of a session and what it uses. A line that cannot be read is skipped."""
+def _read(path: str) -> Counter[str]:
+    """The counts of a session. A line that cannot be read is skipped."""
     counts: Counter[str] = Counter()
-    used: set[str] = set()
-    for line in _lines(path):
-        if line.startswith("+"):
-            used.add(line[1:])
-        elif line.startswith("-"):
-            used.discard(line[1:])
-        else:
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                counts.update({name: int(count) for name, count in json.loads(line).items()})
-    return counts, used
-
-
-def _lines(path: str) -> Iterator[str]:
     with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
         for line in file:
-            yield line.rstrip("\n")
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                counts.update({name: int(count) for name, count in json.loads(line).items()})
+    return counts
+
+
+def _table(path: str) -> set[str]:
+    """What a session uses."""
+    with contextlib.suppress(OSError), open(_use_of(path), "rb") as file:
+        content = file.read()
+        slots = (content[at : at + _SLOT] for at in range(0, len(content), _SLOT))
+        return {slot.hex() for slot in slots if len(slot) == _SLOT and any(slot)}
+    return set()
+
+
+def _map(descriptor: int) -> mmap.mmap | None:
+    """The table, mapped; None where its blocks cannot be had. Closes the descriptor."""
+    try:
+        os.posix_fallocate(descriptor, 0, _SLOT * _SLOTS)
+        return mmap.mmap(descriptor, _SLOT * _SLOTS)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _use_of(path: str) -> str:
+    return path.removesuffix(".log") + ".use"
