@@ -1,6 +1,5 @@
 """The cache that users hold: memory, one folder, layers, and at last a build, each key built once."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,14 +8,14 @@ from weakref import finalize
 
 from k3dsl import env
 from k3dsl.cache import bound, bundle, explain, session, stats, verify
-from k3dsl.cache.entry import MANIFEST, Build, Built, CorruptError, Entry, Manifest, manifest_of
+from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest, manifest_of
 from k3dsl.cache.explain import Explanation
 from k3dsl.cache.flight import Flight
 from k3dsl.cache.home import Home, find_root
 from k3dsl.cache.key import CompileKey, is_digest
 from k3dsl.cache.layers import FolderLayer, Layer, open_layers
-from k3dsl.cache.memory import Memory
-from k3dsl.cache.session import Counts, Session
+from k3dsl.cache.memory import Memory, stamp
+from k3dsl.cache.session import Counts, InUse, Session
 from k3dsl.cache.store import Folder, allocated
 from k3dsl.cache.trust import Trust, UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
@@ -69,14 +68,13 @@ class CompileCache:
         )
         self._notices = self._home.notices
         self.layers: list[Layer] = [] if off else open_layers(layers or settings.layers, shared=allow_shared)
-        self._used: dict[str, int] = {}  # path -> when it was last used from memory, in ns
         self._swept = False
         self._usage: int | None = None
         self._session = Session(str(self.root) if self._home.writes else None, self._home.trust, self._counts)
         own = self._home.folder.prefix if self._home.folder is not None and self._home.writes else None
-        self._own = own
-        self._memory = Memory(self._session, own)
-        finalize(self, _leave, self._session, self._used)
+        self._memory = Memory(InUse(self._session), own)
+        # With the memory and not with the cache: entries that outlive the cache are still in use.
+        finalize(self._memory, _leave, self._session, self._memory.used)
 
     # Looking up
 
@@ -164,11 +162,9 @@ class CompileCache:
         return self._from_memory(key) or self._from_disk(key) or self._from_layers(key)
 
     def _from_memory(self, key: CompileKey) -> Entry | None:
-        entry = self._memory.get(key.digest, self)
+        entry = self._memory.get(key.digest)
         if entry is not None:
             self._counts.add("memory_hit")
-            if self._own is not None and entry.path is not None and entry.path.startswith(self._own):
-                self._used[entry.path] = time.time_ns()
         return entry
 
     def _from_disk(self, key: CompileKey) -> Entry | None:
@@ -179,7 +175,7 @@ class CompileCache:
         self._counts.add("disk_hit")
         if self._home.writes and folder is not None and entry.path is not None:
             folder.touch(entry.path)
-        return self._memory.put(entry, self)
+        return self._memory.put(entry)
 
     def _from_layers(self, key: CompileKey) -> Entry | None:
         for layer in self.layers:
@@ -188,7 +184,7 @@ class CompileCache:
                 self._counts.add("layer_hit")
                 if layer.remote:
                     self._store(entry.manifest, entry.payload)
-                return self._memory.put(entry, self)
+                return self._memory.put(entry)
         return None
 
     def _load(self, place: Folder | Layer, key: CompileKey) -> Entry | None:
@@ -223,7 +219,7 @@ class CompileCache:
         self._counts.add("built")
         path = self._store(manifest, built.payload)
         self._give(manifest, built.payload)
-        entry = self._memory.put(Entry(key, manifest, source="built", payload=built.payload, path=path), self)
+        entry = self._memory.put(Entry(key, manifest, source="built", payload=built.payload, path=path))
         self._session.flush()
         if path is not None:
             self._enforce(allocated(path))
@@ -308,7 +304,7 @@ class CompileCache:
         alive = self._memory.alive()
         if not dry_run:
             folder.sweep()
-            _stamp(self._used)
+            stamp(self._memory.used)
         exempt = alive | bound.pinned(folder) | session.in_use(str(folder.root))
         report = bound.prune(folder, max_bytes=limit, older_than=older_than, exempt=exempt, dry_run=dry_run)
         if not dry_run:
@@ -416,16 +412,8 @@ def _digest(key: CompileKey | str) -> str:
     return digest
 
 
-def _stamp(used: dict[str, int]) -> None:
-    """Writes down when entries were used from memory; only the order of eviction depends on it."""
-    while used:
-        path, at = used.popitem()
-        with contextlib.suppress(OSError):
-            os.utime(f"{path}/{MANIFEST}", ns=(at, at))
-
-
-def _leave(log: Session, used: dict[str, int]) -> None:
+def _leave(log: Session, used: dict[str | None, int]) -> None:
     """What a cache does when it goes, at the latest at the end of the process. A fork leaves that to its parent."""
     if log.mine:
-        _stamp(used)
+        stamp(used)
     log.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from hashlib import sha256
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -127,6 +127,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise CorruptError(f"{self.payload} does not match its checksum")
 
 
+class _Keeper(Protocol):
+    def gone(self, digest: str) -> None: ...
+
+
 class Entry:
     """A compiled kernel: its key, its manifest, and its payload, which was checked before anybody sees it.
 
@@ -134,13 +138,12 @@ class Entry:
     evicts its files: whoever has loaded a kernel keeps its entry.
     """
 
-    __slots__ = ("__weakref__", "_payload", "_read", "key", "manifest", "owner", "path", "source")
+    __slots__ = ("__weakref__", "_payload", "_read", "keeper", "key", "manifest", "path", "source")
 
     def __init__(
         self,
         key: CompileKey,
         manifest: Manifest,
-        *,
         source: str,
         payload: bytes | None = None,
         read: Callable[[], bytes] | None = None,
@@ -151,10 +154,14 @@ class Entry:
         self.source = source
         #: The entry's folder; None for one that is in memory or behind HTTP only.
         self.path = path
-        #: The cache that it came from, which says for it that it is in use: it must not go first.
-        self.owner: object = None
+        #: Whom to tell when nobody holds this entry any more. It lives at least as long.
+        self.keeper: _Keeper | None = None
         self._payload = payload
         self._read = read
+
+    def __del__(self) -> None:
+        if self.keeper is not None:
+            self.keeper.gone(self.manifest.digest)
 
     @property
     def payload(self) -> bytes:

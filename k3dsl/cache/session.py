@@ -59,6 +59,38 @@ class Counts:
             return +self.values
 
 
+class InUse:
+    """The table of a process: which entries somebody in it holds. To be called by one thread at a time."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._pid = os.getpid()
+
+    def hold(self, digest: str) -> None:
+        """Lists an entry."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._slots.clear()
+            self._free.clear()
+        table = self._session.table()
+        slot = self._free.pop() if self._free else len(self._slots)
+        if table is not None and slot < _SLOTS:
+            self._slots[digest] = slot
+            table[slot * _SLOT : (slot + 1) * _SLOT] = bytes.fromhex(digest)
+
+    def release(self, digest: str) -> None:
+        """Takes an entry off the list, if it is on it."""
+        slot = self._slots.pop(digest, None)
+        if slot is None or self._pid != os.getpid():
+            return
+        self._free.append(slot)
+        table = self._session.table()
+        if table is not None:
+            table[slot * _SLOT : (slot + 1) * _SLOT] = _NONE
+
+
 class Session:
     """This process's file. `root=None` keeps none, as a cache that must not write does."""
 
@@ -86,26 +118,13 @@ class Session:
         """Whether this is the process that began it, not a fork of it."""
         return self._pid == os.getpid()
 
-    def use(self, digest: str) -> None:
-        """Lists an entry as in use by this process, unless it is listed already."""
+    def table(self) -> mmap.mmap | None:
+        """Where this process lists what is in use; None where it cannot."""
+        if self._table is not None and self._pid == os.getpid():
+            return self._table
         self._after_fork()
         with self._guard:
-            if digest in self._slots or not self._ready():
-                return
-            slot = self._free.pop() if self._free else len(self._slots)
-            if self._table is not None and slot < _SLOTS:
-                self._slots[digest] = slot
-                self._table[slot * _SLOT : (slot + 1) * _SLOT] = bytes.fromhex(digest)
-
-    def release(self, digest: str) -> None:
-        """Takes an entry off the list."""
-        if not self.mine:
-            return
-        with self._guard:
-            slot = self._slots.pop(digest, None)
-            if slot is not None and self._table is not None:
-                self._free.append(slot)
-                self._table[slot * _SLOT : (slot + 1) * _SLOT] = _NONE
+            return self._table if self._ready() else None
 
     def flush(self) -> None:
         """Appends what was counted since the last time."""
@@ -189,8 +208,6 @@ class Session:
             self._let_go()
             self._pid, self._guard = os.getpid(), threading.RLock()
             self._written.clear()
-            self._slots.clear()
-            self._free.clear()
 
 
 def totals(root: str) -> Counter[str]:

@@ -22,7 +22,7 @@ def fill(root: Path, count: int, size: int = 30_000) -> int:
         path = str(cache.get_or_build(make_key(n), Builder(size)).path)
         at = time.time() - 1000 + n
         os.utime(f"{path}/manifest.json", (at, at))
-    cache._used.clear()  # as if the process had ended long ago
+    cache._memory.used.clear()  # as if the process had ended long ago
     del cache
     return allocated(path)
 

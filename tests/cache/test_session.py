@@ -12,7 +12,7 @@ import pytest
 from cache_tools import Builder, make_key
 
 from k3dsl.cache import COUNTERS, CompileCache, session
-from k3dsl.cache.session import Session, fold, in_use, totals
+from k3dsl.cache.session import InUse, Session, fold, in_use, totals
 from k3dsl.cache.trust import Trust
 
 Fresh = Callable[..., CompileCache]
@@ -72,15 +72,16 @@ def test_a_living_session_is_not_folded(root: Path) -> None:
     root.mkdir()
     log = Session(str(root), Trust())
     log.counts.add("built", 1)
-    log.use("ab" * 32)
+    use = InUse(log)
+    use.hold("ab" * 32)
     log.flush()
     fold(str(root))
     assert len(list((root / "sessions").glob("*.log"))) == 1
     assert totals(str(root))["built"] == 1
     assert in_use(str(root)) == {"ab" * 32}
-    log.release("ab" * 32)
+    use.release("ab" * 32)
     assert in_use(str(root)) == set()
-    log.use("cd" * 32)
+    use.hold("cd" * 32)
     log.close()
     assert in_use(str(root)) == set()
 
@@ -141,3 +142,41 @@ def test_counts_before_there_is_a_folder_are_kept(root: Path, build: Builder) ->
     del cache
     gc.collect()
     assert (CompileCache(root).stats()["miss"], CompileCache(root).stats()["built"]) == (2, 1)
+
+
+def test_the_table_is_seen_at_once_and_does_not_grow(root: Path, build: Builder) -> None:
+    cache = CompileCache(root)
+    for n in range(3):
+        cache.get_or_build(make_key(n), build)
+    assert in_use(str(root)) == set()
+    for _ in range(5000):
+        assert cache.get(make_key(0)) is not None
+    entry = cache.get(make_key(1))
+    assert in_use(str(root)) == {make_key(1).digest}
+    other = cache.reread(make_key(1))
+    del entry
+    assert in_use(str(root)) == {make_key(1).digest}
+    del other
+    assert in_use(str(root)) == set()
+    (table,) = (root / "sessions").glob("*.use")
+    assert table.stat().st_size == 64 * 1024
+
+
+def test_an_entry_that_outlives_its_cache_is_in_use(root: Path, build: Builder) -> None:
+    """Lesson 24: whoever has loaded a kernel keeps its entry, not the cache that it came from."""
+    entry = CompileCache(root).get_or_build(make_key(), build)
+    gc.collect()
+    assert in_use(str(root)) == {make_key().digest}
+    assert CompileCache(root).prune(0).exempt == 1
+    del entry
+    assert CompileCache(root).prune(0).kept == 0
+
+
+def test_more_entries_than_the_table_has_slots(root: Path, monkeypatch: pytest.MonkeyPatch, build: Builder) -> None:
+    monkeypatch.setattr(session, "_SLOTS", 2)
+    cache = CompileCache(root)
+    held = [cache.get_or_build(make_key(n), build) for n in range(4)]
+    assert len(in_use(str(root))) == 2
+    assert CompileCache(root).prune(0).exempt == 2
+    del held
+    assert in_use(str(root)) == set()
