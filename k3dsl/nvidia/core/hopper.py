@@ -26,8 +26,11 @@ MAX_REQUESTS: Final = 64  # two lengths a lane
 #: Columns of a CTA. Its accumulator takes 2 registers a column and thread; at 48 the loop still fits the time in which
 #: a tile arrives from memory (docs/hopper.md).
 MAX_COLUMNS: Final = 48
-#: Up to here P is rounded to float16; above it the conversions of V cost more than a tile's arrival, so e4m3.
+#: Up to here P of an FP8 cache is float16 by default. Above it the conversions of V to float16 cost more than
+#: the time that a tile takes to arrive, so V stays e4m3, and P is the sum of two e4m3 ("e4m3x2": 8 bits, twice the
+#: wgmmas of "e4m3" with its 4 bits).
 F16_COLUMNS: Final = 24
+WIDE_P: Final = "e4m3x2"
 #: CTAs a request's partials may come from, at most: the merge's weights are in shared memory.
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
@@ -115,6 +118,7 @@ class Smem:
     p: int
     peaks: int
     sums: int
+    split: int
     bytes: int
     #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty; 8 bytes each.
     total: int
@@ -132,11 +136,23 @@ def smem(key: HopperKey) -> Smem:
             p = query + queries * query_bytes
             peaks = p + 4 * p_bytes
             sums = peaks + exchange
-            size = sums + exchange
+            split = sums + exchange
+            size = split + 2 * MAX_REQUESTS * 4
             total = size + 8 * 2 * (stages + queries)
             if total <= SMEM:
                 return Smem(
-                    stages, queries, tile_bytes, query_bytes, p_bytes, query, p, peaks, sums, bytes=size, total=total
+                    stages,
+                    queries,
+                    tile_bytes,
+                    query_bytes,
+                    p_bytes,
+                    query,
+                    p,
+                    peaks,
+                    sums,
+                    split,
+                    bytes=size,
+                    total=total,
                 )
     raise ConfigError(f"{key}: no two stages fit {SMEM} bytes of shared memory")
 
@@ -144,7 +160,7 @@ def smem(key: HopperKey) -> Smem:
 def choose(*, heads: int, q: int, page: int, kv: str, p: str | None = None) -> HopperKey:
     """The key that serves this layer. `p` overrides the type of P: one of P_DTYPES[kv]."""
     if p is None and kv == "fp8":
-        p = "f16" if HopperKey(heads, q, page, kv).n <= F16_COLUMNS else "e4m3"
+        p = "f16" if HopperKey(heads, q, page, kv).n <= F16_COLUMNS else WIDE_P
     return HopperKey(heads, q, page, kv, p or "bf16")
 
 

@@ -49,6 +49,18 @@ def split(loaded, requests, splits):
     return Split(*loaded, *ends, share, tiles)
 
 
+def store(work, at, lane):
+    """The requests' part of a Split to shared memory, 512 bytes: for warps that have no registers to keep it in."""
+    for i, word in enumerate((work.low_length, work.high_length, work.low_end, work.high_end)):
+        ptx.sts_b32(at + lane * 4, word, offset=128 * i)
+
+
+def stored(at, lane):
+    """The Split that `store` put there, for `locate`."""
+    words = [ptx.lds_b32(at + lane * 4, offset=128 * i) for i in range(4)]
+    return Split(*words, Int32(0), Int32(0))
+
+
 def run(work, cta):
     """(first tile, one past the last tile) of a CTA."""
     start = cutlass.min(cta * work.share, work.tiles)

@@ -134,6 +134,8 @@ class Core(Tile):
                 cute.arch.mbarrier_init(query_empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
         work = cut.split(loaded, requests, splits)
+        if warp == 0:
+            cut.store(work, base + lay.split, lane)
         cute.arch.sync_threads()
         group = warp // 4
         if group == CONSUMERS:
@@ -255,7 +257,7 @@ class Core(Tile):
         done = Int32(0)  # tiles of the CTA before this request
         segment = Int32(0)
         while at < end:
-            request, length, first, last = cut.locate(work, at)
+            request, length, first, last = cut.locate(cut.stored(base + lay.split, lane), at)
             count = min(end, last) - at
             tile0 = at - first
             fill(acc, 0.0)

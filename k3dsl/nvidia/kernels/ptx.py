@@ -82,6 +82,11 @@ def sts_b16(addr, v, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def sts_b32(addr, a, offset=0, *, loc=None, ip=None):
+    emit(f"st.shared.b32 [$0+{offset}], $1;", ins=[("r", addr), ("r", a)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def sts_f32(addr, a, offset=0, *, loc=None, ip=None):
     emit(f"st.shared.f32 [$0+{offset}], $1;", ins=[("r", addr), ("f", a)], memory=True, loc=loc, ip=ip)
 
@@ -102,6 +107,11 @@ def sts_v4f(addr, a, b, c, d, *, loc=None, ip=None):
 def sts_zero16(addr, offset=0, *, loc=None, ip=None):
     text = f"{{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0+{offset}], {{z,z,z,z}};}}"
     emit(text, ins=[("r", addr)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def lds_b32(addr, offset=0, *, loc=None, ip=None):
+    return emit(f"ld.shared.b32 $0, [$1+{offset}];", "r", [("r", addr)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
