@@ -4,16 +4,18 @@ An empty variable is an unset one. A value that means nothing raises ConfigError
 argument given in Python always wins over the environment, except that K3DSL_CACHE can only take away.
 """
 
-import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from k3dsl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import logging
 
 #: K3DSL_CACHE: what the cache may do. Unset: read and write.
 MODES: Final = ("off", "ro", "frozen")
@@ -119,8 +121,10 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     return sorted({name for name in environ if name.startswith("K3DSL_")} - {option.name for option in TABLE})
 
 
-def logger() -> logging.Logger:
+def logger() -> "logging.Logger":
     """The package's logger. K3DSL_LOG gives it a level and a handler on stderr; without it the application decides."""
+    import logging  # not needed where all goes well
+
     log = logging.getLogger("k3dsl")
     text = os.environ.get("K3DSL_LOG", "").strip().lower()
     if text in LEVELS and not log.handlers:

@@ -11,7 +11,6 @@ there is the `sha256` of the whole file, sent another way.
 
 import io
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256 as hash_of
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -22,6 +21,7 @@ from k3dsl import __version__
 from k3dsl.cache.entry import MANIFEST_LIMIT, PAYLOAD_LIMIT, CorruptError, Entry, Manifest
 from k3dsl.cache.host import cannot_run
 from k3dsl.cache.key import CompileKey, is_digest
+from k3dsl.cache.store import unique
 from k3dsl.cache.tar import BundleError, Member, Sealed, finish, read_members, write_member
 from k3dsl.errors import CacheMiss, ConfigError
 
@@ -112,7 +112,7 @@ def export(
             f"nothing to export: the cache has no entry of {', '.join(targets) if targets else 'any target'}"
         )
     final = os.path.abspath(path)
-    temp = f"{final}.{secrets.token_hex(8)}.tmp"
+    temp = f"{final}.{unique()}.tmp"
     try:
         with open(temp, "xb") as file:
             pack(file, entries)

@@ -3,11 +3,11 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from weakref import finalize
 
 from k3dsl import env
-from k3dsl.cache import bound, bundle, explain, session, stats, verify
+from k3dsl.cache import bound, explain, session, stats
 from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest, manifest_of
 from k3dsl.cache.explain import Explanation
 from k3dsl.cache.flight import Flight
@@ -19,6 +19,10 @@ from k3dsl.cache.session import Counts, InUse, Session
 from k3dsl.cache.store import Folder, allocated
 from k3dsl.cache.trust import Trust, UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
+
+if TYPE_CHECKING:
+    from k3dsl.cache.bundle import ExportReport, ImportReport
+    from k3dsl.cache.verify import BuilderFor, VerifyReport
 
 #: The slowest kernel builds in seconds; a holder that takes this long hangs.
 LOCK_SECONDS: Final = 300.0
@@ -333,11 +337,13 @@ class CompileCache:
             session.fold(str(self.root))
         return stats.collect(self, self._counts.copy(), self._session.pending())
 
-    def verify(self, recompile: bool = False, *, builder_for: verify.BuilderFor | None = None) -> verify.VerifyReport:
+    def verify(self, recompile: bool = False, *, builder_for: "BuilderFor | None" = None) -> "VerifyReport":
         """Reads and checks every entry; a corrupt one is quarantined. `recompile` also builds each again and compares.
 
         `builder_for(key)` gives the `build` of a key, or None where it cannot be built here; by default the package's.
         """
+        from k3dsl.cache import verify
+
         return verify.verify(self, recompile=recompile, builder_for=builder_for)
 
     def export(
@@ -346,11 +352,13 @@ class CompileCache:
         *,
         keys: Iterable[CompileKey | str] | None = None,
         target: str | Sequence[str] | None = None,
-    ) -> bundle.ExportReport:
+    ) -> "ExportReport":
         """Writes one file with the entries of `keys` and of `target` (all by default), each of them checked.
 
         Raises CacheMiss if one of `keys` is not there, BundleError if nothing is left to write, CorruptError, OSError.
         """
+        from k3dsl.cache import bundle  # a process that only reads entries can do without these
+
         return bundle.export(self, path, keys=keys, target=target)
 
     def import_bundle(
@@ -360,13 +368,15 @@ class CompileCache:
         target: str | Sequence[str] | None = None,
         sha256: str | None = None,
         accept: Callable[[Manifest], str | None] | None = None,
-    ) -> bundle.ImportReport:
+    ) -> "ImportReport":
         """Takes the entries of a bundle, after every one of them was checked.
 
         `target` and `accept` (a reason to skip, or None) choose; what this machine's CPU cannot run is skipped too.
         Raises BundleError if the file is not the bundle that was exported (`sha256`: of the whole file), and then
         nothing of it is kept; OSError if it cannot be read or stored.
         """
+        from k3dsl.cache import bundle
+
         return bundle.import_bundle(self, path, target=target, sha256=sha256, accept=accept)
 
     # For the modules of this package

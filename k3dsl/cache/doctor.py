@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import pwd
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from k3dsl import env
 from k3dsl.cache.layers import FolderLayer, Layer, open_layers
 from k3dsl.cache.lock import Lock
+from k3dsl.cache.store import unique
 from k3dsl.cache.trust import Trust, UntrustedError
 from k3dsl.errors import ConfigError
 
@@ -111,7 +111,7 @@ def _space(place: Path) -> Finding:
 
 def _writes(root: Path) -> Finding:
     """Does what a publication does: a folder, a file, fsync, rename."""
-    temp, final = (f"{root}/.doctor-{secrets.token_hex(8)}" for _ in range(2))
+    temp, final = (f"{root}/.doctor-{unique()}" for _ in range(2))
     try:
         try:
             os.mkdir(temp, 0o700)
@@ -134,7 +134,7 @@ def _writes(root: Path) -> Finding:
 
 
 def _locks(root: Path) -> Finding:
-    path = f"{root}/.doctor-{secrets.token_hex(8)}"
+    path = f"{root}/.doctor-{unique()}"
     first, second = Lock(path, create=True), Lock(path)
     try:
         held = first.take()

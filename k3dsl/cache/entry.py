@@ -2,10 +2,9 @@
 
 import os
 import re
-import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from hashlib import sha256
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -198,9 +197,9 @@ def manifest_of(key: CompileKey, built: Built, seconds: float) -> Manifest:
         size=len(built.payload),
         resources=dict(built.resources),
         build_seconds=round(seconds, 3),
-        host=socket.gethostname(),
+        host=os.uname().nodename,
         user=user_name(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         version=__version__,
         log=built.log[-LOG_LIMIT:].encode(errors="replace").decode(),
     )

@@ -10,14 +10,14 @@ call: so it is mapped, with its blocks allocated before, lest a full disk be met
 """
 
 import contextlib
-import json
 import mmap
 import os
-import secrets
 import threading
 import time
 from collections import Counter
 from typing import Final
+
+import msgspec
 
 from k3dsl.cache.lock import Lock
 from k3dsl.cache.trust import Trust, modes_like
@@ -132,7 +132,7 @@ class Session:
         with self._guard:
             now = self.counts.copy()
             news = now - self._written
-            if news and self._append(json.dumps(news, sort_keys=True) + "\n"):
+            if news and self._append(msgspec.json.encode(news).decode() + "\n"):
                 self._written = now
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Session:
             os.mkdir(folder, folder_mode)
             os.chmod(folder, folder_mode)
         for _ in range(8):
-            path = f"{folder}/{secrets.token_hex(8)}"
+            path = f"{folder}/{os.urandom(8).hex()}"
             flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file = os.open(f"{path}.log", os.O_WRONLY | os.O_APPEND | flags, file_mode)
             self._lock = Lock(f"{path}.log")
@@ -242,11 +242,11 @@ def fold(root: str) -> None:
                 if name not in done:
                     counts += _read(f"{root}/{SESSIONS}/{name}")
             # The names go in with the counts: if we die before the files are gone, nobody adds them twice.
-            content = json.dumps({"counts": counts, "folded": dead}, sort_keys=True)
-            temp = f"{root}/{SESSIONS}/{_TOTALS}.{secrets.token_hex(8)}"
+            content = msgspec.json.encode({"counts": counts, "folded": dead})
+            temp = f"{root}/{SESSIONS}/{_TOTALS}.{os.urandom(8).hex()}"
             descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
-                os.write(descriptor, content.encode())
+                os.write(descriptor, content)
             finally:
                 os.close(descriptor)
             os.replace(temp, f"{root}/{SESSIONS}/{_TOTALS}")
@@ -282,8 +282,8 @@ def _dead(path: str) -> bool:
 
 def _read_totals(root: str) -> tuple[Counter[str], list[str]]:
     try:
-        with open(f"{root}/{SESSIONS}/{_TOTALS}", encoding="utf-8") as file:
-            content = json.load(file)
+        with open(f"{root}/{SESSIONS}/{_TOTALS}", "rb") as file:
+            content = msgspec.json.decode(file.read())
         return Counter({str(name): int(count) for name, count in content["counts"].items()}), list(content["folded"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Counter(), []
@@ -292,10 +292,10 @@ def _read_totals(root: str) -> tuple[Counter[str], list[str]]:
 def _read(path: str) -> Counter[str]:
     """The counts of a session. A line that cannot be read is skipped."""
     counts: Counter[str] = Counter()
-    with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, TypeError, AttributeError):
-                counts.update({name: int(count) for name, count in json.loads(line).items()})
+                counts.update({name: int(count) for name, count in msgspec.json.decode(line).items()})
     return counts
 
 

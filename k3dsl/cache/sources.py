@@ -9,7 +9,7 @@ imported: k3dsl's own are lists of public names, and a new public name must not 
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -66,7 +66,9 @@ def _facts(module: str, package: Path) -> tuple[str, tuple[str, ...]] | None:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is not Python: {error}") from None
     inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    imports = dict.fromkeys(_imports(tree, inside, package))
+    # Imports are statements: no need to look into expressions, unless one may be a call that imports.
+    nodes = ast.walk(tree) if b"import_module" in content or b"__import__" in content else _statements(tree)
+    imports = dict.fromkeys(_imports(nodes, inside, package))
     return sha256(content).hexdigest(), tuple(imports)
 
 
@@ -81,9 +83,21 @@ def _file(module: str, package: Path) -> Path | None:
     return None
 
 
-def _imports(tree: ast.Module, inside: str, package: Path) -> Iterator[str]:
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every statement, at any depth."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, name, ())
+            if type(inner) is list:  # the body of a lambda is an expression
+                todo.extend(inner)
+
+
+def _imports(nodes: Iterable[ast.AST], inside: str, package: Path) -> Iterator[str]:
     top = package.name
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == top)
         elif isinstance(node, ast.ImportFrom):

@@ -10,8 +10,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +147,7 @@ class Folder:
         final = self.path(manifest.key["target"], manifest.digest)
         parent = os.path.dirname(final)
         self._make_folders(parent, folder_mode)
-        temp = f"{parent}/.tmp-{secrets.token_hex(8)}"
+        temp = f"{parent}/.tmp-{unique()}"
         os.mkdir(temp, 0o700)
         lock = Lock(temp)
         try:
@@ -169,7 +167,7 @@ class Folder:
             return True
         finally:
             lock.release()
-            shutil.rmtree(temp, ignore_errors=True)  # gone already if it was renamed
+            remove_tree(temp, ignore_errors=True)  # gone already if it was renamed
 
     def _make_folders(self, path: str, mode: int) -> None:
         if os.path.isdir(path):
@@ -198,9 +196,9 @@ class Folder:
 
     def remove(self, path: str) -> None:
         """Takes an entry away at once, then deletes its files. Raises OSError; FileNotFoundError if it is not there."""
-        temp = f"{os.path.dirname(path)}/.tmp-{secrets.token_hex(8)}"
+        temp = f"{os.path.dirname(path)}/.tmp-{unique()}"
         os.rename(path, temp)
-        shutil.rmtree(temp)
+        remove_tree(temp)
 
     def quarantine(self, path: str, reason: str) -> str | None:
         """Moves an entry out of the way and keeps it for a look; where it is now, None if it could not be moved."""
@@ -208,7 +206,7 @@ class Folder:
             before = os.stat(path, follow_symlinks=False).st_ino
             mode, file_mode = modes_like(os.stat(self.root), self.trust)
             self._make_folders(f"{self.root}/{QUARANTINE}", mode)
-            kept = f"{self.root}/{QUARANTINE}/{os.path.basename(path)}.{secrets.token_hex(4)}"
+            kept = f"{self.root}/{QUARANTINE}/{os.path.basename(path)}.{unique()}"
             os.rename(path, kept)
         except OSError:
             return None
@@ -245,6 +243,20 @@ class Folder:
                         if _TEMP.fullmatch(name):
                             removed += _sweep_one(f"{self._entries}/{target}/{shard}/{name}")
         return removed
+
+
+def unique() -> str:
+    """A name that no other process makes."""
+    return os.urandom(8).hex()
+
+
+def remove_tree(path: str, *, ignore_errors: bool = False) -> None:
+    """shutil.rmtree, whose import a process that only reads can do without."""
+    if ignore_errors and not os.path.lexists(path):
+        return
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def allocated(path: str) -> int:
@@ -318,7 +330,7 @@ def _sweep_one(path: str) -> int:
                 return 0
         finally:
             lock.release()
-        shutil.rmtree(path)
+        remove_tree(path)
     except OSError:
         return 0
     return 1
@@ -326,6 +338,6 @@ def _sweep_one(path: str) -> int:
 
 def delete(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        remove_tree(path)
     else:
         os.unlink(path)
