@@ -1,5 +1,8 @@
 """The bench of a layer: its torch ops compute the layer, and its floors are those of the bytes and operations."""
 
+import importlib.util
+import json
+
 import pytest
 import torch
 
@@ -58,3 +61,33 @@ def test_without_a_gpu_there_is_nothing_to_measure():
 def test_a_question_that_is_not_there():
     with pytest.raises(ConfigError, match="no bench of that name"):
         question("colour")
+
+
+def test_a_picture_needs_matplotlib_or_is_a_png(tmp_path):
+    rows = [
+        {"kv_format": "fp8", "context": 1024, "rows": n, "us": 5.0 + n, "torch_us": 90.0, "floor_us": 3.0}
+        for n in (1, 4)
+    ]
+    file = tmp_path / "a.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ToolchainError, match=r"pip install 'k3dsl\[plot\]'"):
+            layer.plot({"rows": rows}, file)
+    else:
+        layer.plot({"rows": rows}, file)
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_the_document(tmp_path, capsys, monkeypatch):
+    from k3dsl.cli import main
+
+    document = {"conditions": {"cpu": "a cpu"}, "rows": [{"rows": 1, "us": 9.0, "launch_us": 7.0, "python_us": 2.0,
+                "torch_us": 200.0}]}  # fmt: skip
+    monkeypatch.setattr(question("host"), "run", lambda **_: document)
+    file = tmp_path / "out.json"
+    for target, shown in ((str(file), True), ("-", False)):
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "--what", "host", "--json", target])
+        out = capsys.readouterr().out
+        assert not end.value.code
+        assert ("Host time of an eager layer on a cpu" in out) is shown
+    assert json.loads(file.read_text()) == json.loads(out) == {"host": document}

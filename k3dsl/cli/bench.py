@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from k3dsl.cli.console import Json, emit, out
+from k3dsl.cli.console import emit, out
 from k3dsl.errors import ConfigError
 
 #: One file each in tools/bench, with `run(options) -> document` and `show(document, console)`.
@@ -20,35 +20,38 @@ _PACKAGE: Final = "k3dsl_bench"
 def bench(
     what: Annotated[str, typer.Option(help="Of layer, host, core, epilogue, cache: one or more.")] = "layer,host",
     against: Annotated[str | None, typer.Option(help="A named baseline of the question.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draws the result to this PNG.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Also writes the JSON document to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws the results to this PNG.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Writes one JSON document to this file; - is stdout, without tables.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record, where there is no git history.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
-    json: Json = False,
 ) -> None:
     """Measures on the device present and prints time, rate and floor, with the conditions.
 
-    Example: k3dsl bench --what layer,host --save results.json
+    Example: k3dsl bench --what layer,host --json results.json
     """
     wanted = [name.strip() for name in what.split(",")]
     unknown = [name for name in wanted if name not in QUESTIONS]
     if unknown:
         raise ConfigError(f"what={', '.join(unknown)} must be among {', '.join(QUESTIONS)}")
+    questions = {name: question(name) for name in wanted}
+    mute = [name for name, module in questions.items() if not hasattr(module, "plot")]
+    if plot is not None and mute:
+        raise ConfigError(f"--plot: there is no picture of {', '.join(mute)}")
+    on_stdout = json is not None and str(json) == "-"
     documents: dict[str, Any] = {}
-    for name in wanted:
-        module = question(name)
-        options = {"against": against, "commit": commit, "quick": quick}
-        documents[name] = module.run(**options)
-        if not json:
+    for name, module in questions.items():
+        documents[name] = module.run(against=against, commit=commit, quick=quick)
+        if not on_stdout:
             module.show(documents[name], out())
-        if plot is not None:
-            if not hasattr(module, "plot"):
-                raise ConfigError(f"--plot: the question {name!r} has no picture")
-            module.plot(documents[name], plot)
-    if save is not None:
-        save.write_text(jsonlib.dumps(documents, indent=2) + "\n")
-    if json:
+    if plot is not None:
+        for name, module in questions.items():
+            module.plot(documents[name], plot if len(questions) == 1 else plot.with_stem(f"{plot.stem}-{name}"))
+    if on_stdout:
         emit(documents)
+    elif json is not None:
+        json.write_text(jsonlib.dumps(documents, indent=2) + "\n")
 
 
 def question(name: str) -> Any:

@@ -94,3 +94,15 @@ def _events(work: Call) -> float:
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) * 1e3
+
+
+def pyplot() -> Any:
+    """matplotlib, without a display. Raises ToolchainError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ToolchainError("--plot needs matplotlib: pip install 'k3dsl[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,6 +1,6 @@
 """What the host spends on an eager `run()`: the whole call, its launches alone, and the same layer in torch ops.
 
-    k3dsl bench --what host [--save FILE]
+    k3dsl bench --what host [--json FILE]
 
 The stream is never full: batches of calls are queued on an idle device, and the device catches up outside the timing.
 """

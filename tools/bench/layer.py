@@ -1,13 +1,14 @@
 """A whole decode layer: us per layer in a graph of layers, against the same math in torch ops, and its floor.
 
     k3dsl warmup --target sm_90a --batches 1,4,16,64 --kv-format fp8     where the compiler is; and for bf16
-    k3dsl bench --what layer [--quick] [--against torch] [--save FILE]
+    k3dsl bench --what layer [--quick] [--against torch] [--json FILE]
 
 Every layer of the graph has weights and a cache of its own, in pages that lie in random order, so that a layer finds
 nothing of its own in L2. Lengths are equal within a row of the table. The torch ops get what they like best: they
 gather each request's pages, so they need equal lengths too, and they run in a graph as well.
 """
 
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -197,3 +198,19 @@ def show(document: dict[str, Any], console: Any) -> None:
             f"{row['error_against_torch']:.1e}" + ("" if row["agrees"] else " (!)"),
         )
     console.print(made)
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Time over rows, one panel a (format, context): ours, torch ops, the floor."""
+    plt = harness.pyplot()
+    panels = list(dict.fromkeys((row["kv_format"], row["context"]) for row in document["rows"]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), squeeze=False)
+    for axis, (kv_format, context) in zip(axes[0], panels, strict=True):
+        rows = [r for r in document["rows"] if (r["kv_format"], r["context"]) == (kv_format, context)]
+        for name, label in (("torch_us", "torch ops"), ("us", "k3dsl"), ("floor_us", "floor")):
+            axis.plot([r["rows"] for r in rows], [r[name] for r in rows], marker="o", label=label)
+        axis.set(title=f"{kv_format}, context {context}", xlabel="rows", ylabel="us", xscale="log", yscale="log")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
