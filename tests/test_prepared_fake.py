@@ -1,6 +1,10 @@
 """PreparedMla on a driver in Python: every launch of `run`, what is shared, what is refused and when."""
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -412,3 +416,24 @@ def test_a_failed_preparation_leaves_the_old_one(bench, tmp_path):
         layer.prepare_cache(bench.kv(pages=7))
     run(layer, kv, step(DIMS, 8))
     assert len(bench.fake.launches) == 4
+
+
+def test_a_process_that_loads_and_runs_needs_no_compiler(tmp_path):
+    """Neither the DSL nor torch's compiler stack: their import alone takes seconds."""
+    Bench(tmp_path, Deployment(DIMS, target="sm_90a", batches=(8,)))
+    code = f"""
+import sys
+from pathlib import Path
+from fake_runtime import Bench, step
+from k3dsl import Deployment, MlaDims
+dims = MlaDims.kimi_k3(8)
+bench = Bench(Path({str(tmp_path)!r}), Deployment(dims, target="sm_90a", batches=(8,)))
+layer, kv = bench.layer(), bench.kv()
+layer.prepare_cache(kv)
+layer.run(**step(dims, 8), cache=kv)
+print(len(bench.fake.launches), bench.cache.stats().session["built"])
+print(*[m for m in ("cutlass", "torch._dynamo", "torch._inductor", "triton") if m in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert out.splitlines() == ["8 0", ""]

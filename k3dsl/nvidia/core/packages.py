@@ -39,7 +39,7 @@ def stock_decode(
     requests, q, heads, _ = query.shape
     device = query.device
     here = facts(device.index or 0)
-    least = fill_splits(requests * q, device)
+    least = fill_splits(requests * q, device.index or 0)
     size = tokenspeed_bytes(requests, q, heads, max_seq, here.sm_count, here.capability == (10, 0), least)
     return decode(
         query,
