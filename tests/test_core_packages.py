@@ -138,4 +138,4 @@ def test_a_workspace_does_not_grow_inside_a_capture(monkeypatch):
     monkeypatch.setattr(packages, "guard", refuse)
     stock_decode(**inputs())
     with pytest.raises(CaptureError, match="growing the workspace of tokenspeed"):
-        stock_decode(**{**inputs(requests=60, q=8), "max_seq": 1 << 20})
+        stock_decode(**{**inputs(requests=20, q=8), "max_seq": 1 << 20})
