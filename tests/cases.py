@@ -84,6 +84,7 @@ class CoreInputs:
     out_scale: float
     kv_format: str
     keys: list[Tensor] = field(default_factory=list)
+    spike: float = 1.0  # of the case
 
     def call(self, function=ref.core, **changes):
         """`function` (core, core64 or one of that signature) on these inputs."""
@@ -150,6 +151,7 @@ def core_inputs(case: CoreCase, *, device: str = "cpu", seed: int = 0, poison: b
         out_scale=k_scale,
         kv_format=case.kv_format,
         keys=[key.to(device) for key in keys],
+        spike=case.spike,
     )
 
 

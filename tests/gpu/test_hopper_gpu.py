@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = ("fp8", "bf16")
 #: Relative error of the output before it is rounded to bf16, by the type of P. f16: 11 bits, and what QK in FP8 loses
-#: (2e-4). e4m3x2: 8 bits. bf16: 8 bits as well. e4m3: 4 bits, a quarter of a unit on average is 2.5 %; where few keys
-#: weigh most it comes through.
-ERROR = {"f16": 4e-4, "e4m3x2": 1e-3, "bf16": 2.5e-3, "e4m3": 3e-2}
+#: (2e-4). e4m3x2: 8 bits, half a unit is 2e-3. bf16: 8 bits as well. e4m3: 4 bits, a quarter of a unit on average is
+#: 2.5 %; where few keys weigh most it comes through.
+ERROR = {"f16": 4e-4, "e4m3x2": 2e-3, "bf16": 2.5e-3, "e4m3": 3e-2}
 BF16 = 1.8e-3  # rounding the output adds this
 #: Base-2 LSE. Scores of FP8 products are off by up to 1e-3; near -1e5 float32 itself has steps of 2^-7.
 LSE_ABSOLUTE, LSE_RELATIVE = 2e-3, 2e-7
@@ -80,7 +80,8 @@ def check(run: Run, *, slack: float = 1.0) -> None:
         return
     assert torch.isfinite(out).all()
     off = (lse.double() - want_lse)[~unseen].abs()
-    assert (off <= LSE_ABSOLUTE + LSE_RELATIVE * want_lse[~unseen].abs()).all(), f"lse off by {off.max().item():.2e}"
+    # What QK loses grows with the query.
+    assert (off <= LSE_ABSOLUTE * run.given.spike + LSE_RELATIVE * want_lse[~unseen].abs()).all(), f"lse off by {off.max().item():.2e}"
     limit = ERROR[run.key.p] * slack
     unrounded = run.unrounded()
     for r in range(len(run.given.lengths)):
