@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from k3dsl.cache.compile_cache import CompileCache
 from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest
-from k3dsl.cache.explain import Explanation
 from k3dsl.cache.key import ABSENT, CompileKey, Difference, KeyTypeError
 from k3dsl.cache.sources import source_digest
-from k3dsl.cache.stats import COUNTERS, Stats
 from k3dsl.cache.trust import UntrustedError
 
 if TYPE_CHECKING:
     from k3dsl.cache.bound import PruneReport
     from k3dsl.cache.bundle import ExportReport, ImportReport
+    from k3dsl.cache.explain import Explanation
+    from k3dsl.cache.stats import COUNTERS, Stats
     from k3dsl.cache.tar import BundleError
     from k3dsl.cache.verify import VerifyReport
 
 _LATE = {
+    "COUNTERS": "k3dsl.cache.stats",
+    "Explanation": "k3dsl.cache.explain",
+    "Stats": "k3dsl.cache.stats",
     "BundleError": "k3dsl.cache.tar",
     "ExportReport": "k3dsl.cache.bundle",
     "ImportReport": "k3dsl.cache.bundle",

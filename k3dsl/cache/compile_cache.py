@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 from weakref import finalize
 
 from k3dsl import env
-from k3dsl.cache import bound, explain, session, stats
+from k3dsl.cache import session
 from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest, manifest_of
-from k3dsl.cache.explain import Explanation
 from k3dsl.cache.flight import Flight
 from k3dsl.cache.home import Home, find_root
 from k3dsl.cache.key import CompileKey, is_digest
@@ -20,8 +19,12 @@ from k3dsl.cache.store import Folder, allocated
 from k3dsl.cache.trust import Trust, UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
 
+# What a process does not need that only reads entries is imported where it is used.
 if TYPE_CHECKING:
+    from k3dsl.cache.bound import PruneReport
     from k3dsl.cache.bundle import ExportReport, ImportReport
+    from k3dsl.cache.explain import Explanation
+    from k3dsl.cache.stats import Stats
     from k3dsl.cache.verify import BuilderFor, VerifyReport
 
 #: The slowest kernel builds in seconds; a holder that takes this long hangs.
@@ -266,40 +269,42 @@ class CompileCache:
 
     # The folder as a whole
 
-    def explain(self, key: CompileKey) -> Explanation:
+    def explain(self, key: CompileKey) -> "Explanation":
         """Where `key` is, or which entry is nearest and in which fields it differs. Asks no server, counts nothing."""
-        notes = [note for folder in self.folders() for note in explain.quarantine_notes(key, folder)]
-        notes += explain.degraded_notes(self.degraded)
-        if key.digest in self._memory:
-            return Explanation(key, True, "memory", notes=notes)
-        for folder in self.folders():
-            if folder.has(key):
-                return Explanation(key, True, folder.name, notes=notes)
-        nearest, differences = explain.nearest(key, self.entries())
-        return Explanation(key, False, None, nearest, differences, notes)
+        from k3dsl.cache import explain
+
+        return explain.explain(self, key, in_memory=key.digest in self._memory)
 
     def entries(self) -> Iterator[Entry]:
         """Every sound entry of the folder, then of the folder layers; payloads are read and checked on first use."""
+        from k3dsl.cache import explain
+
         return explain.entries_of(self.folders())
 
     def pin(self, keys: Iterable[CompileKey | str]) -> None:
         """Keeps `keys` (or digests) from eviction, also those that are yet to be built. Pins outlive the process."""
+        from k3dsl.cache import bound
+
         digests = [_digest(key) for key in keys]
         self._home.write(lambda folder: bound.pin(folder, digests))
 
     def unpin(self, keys: Iterable[CompileKey | str]) -> None:
         """Takes pins away."""
+        from k3dsl.cache import bound
+
         digests = [_digest(key) for key in keys]
         self._home.write(lambda folder: bound.unpin(folder, digests))
 
     def prune(
         self, max_bytes: int | None = None, *, older_than: float | None = None, dry_run: bool = False
-    ) -> bound.PruneReport:
+    ) -> "PruneReport":
         """Evicts what was not used for `older_than` seconds, then the least recently used down to `max_bytes`.
 
         `max_bytes` is the cache's own bound by default. Pinned entries and those in use stay. Also clears away what
         killed writers left. A cache that must not write reports as with `dry_run`.
         """
+        from k3dsl.cache import bound
+
         dry_run = dry_run or not self._home.writes
         limit = self.max_bytes if max_bytes is None else max_bytes
         folder = self._home.folder
@@ -328,10 +333,14 @@ class CompileCache:
 
     def quarantined_keys(self) -> list[CompileKey]:
         """The keys of entries in quarantine, as far as they can be read."""
+        from k3dsl.cache import explain
+
         return [key for folder in self.folders() for key in explain.quarantined_keys(folder)]
 
-    def stats(self) -> stats.Stats:
+    def stats(self) -> "Stats":
         """Counters of all processes by reason, what is stored, and the degraded states: see `Stats`."""
+        from k3dsl.cache import stats
+
         self._session.flush()
         if self._home.writes:
             session.fold(str(self.root))
@@ -357,7 +366,7 @@ class CompileCache:
 
         Raises CacheMiss if one of `keys` is not there, BundleError if nothing is left to write, CorruptError, OSError.
         """
-        from k3dsl.cache import bundle  # a process that only reads entries can do without these
+        from k3dsl.cache import bundle
 
         return bundle.export(self, path, keys=keys, target=target)
 

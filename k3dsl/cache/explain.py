@@ -1,14 +1,17 @@
 """Why a key hits or misses: where it is, or which entry is nearest to it and in what it differs."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3dsl.cache.entry import MANIFEST, CorruptError, Entry, Manifest
 from k3dsl.cache.key import SHORT, CompileKey, Difference
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import UntrustedError
+
+if TYPE_CHECKING:
+    from k3dsl.cache.compile_cache import CompileCache
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ class Explanation:
         }
 
 
+def explain(cache: "CompileCache", key: CompileKey, *, in_memory: bool) -> Explanation:
+    """The work of `CompileCache.explain`."""
+    folders = cache.folders()
+    notes = [note for folder in folders for note in quarantine_notes(key, folder)]
+    notes += [f"note: {message}" for message in cache.degraded.values()]
+    if in_memory:
+        return Explanation(key, True, "memory", notes=notes)
+    for folder in folders:
+        if folder.has(key):
+            return Explanation(key, True, folder.name, notes=notes)
+    found, differences = nearest(key, entries_of(folders))
+    return Explanation(key, False, None, found, differences, notes)
+
+
 def entries_of(folders: Iterable[Folder]) -> Iterator[Entry]:
     """Every entry whose manifest is sound; of two of one key, the first."""
     seen: set[str] = set()
@@ -106,11 +123,6 @@ def quarantined_keys(folder: Folder) -> list[CompileKey]:
             with contextlib.suppress(CorruptError, OSError), open(f"{path}/{MANIFEST}", "rb") as file:
                 found.append(Manifest.load(file.read()).compile_key())
     return found
-
-
-def degraded_notes(degraded: Mapping[str, str]) -> list[str]:
-    """Degraded states as notes."""
-    return [f"note: {message}" for message in degraded.values()]
 
 
 def _pair(difference: Difference) -> str:

@@ -12,10 +12,6 @@ from dataclasses import asdict, dataclass
 from io import BytesIO
 from typing import Any, Final
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import SymbolTableSection
-
 from k3dsl.errors import CompileError
 
 _SIZED: Final = 0x04  # format: the value is a length, data follows
@@ -25,9 +21,9 @@ _SYMBOL_BYTES: Final = 24
 _INFO: Final = ".nv.info"
 #: Shared memory that the system takes of every CTA from sm_90 on: part of the section, no part of a kernel's limit.
 RESERVED_SMEM: Final = 1024
-#: What reading damaged bytes may raise, here and in pyelftools.
+#: What reading damaged bytes may raise, here and in pyelftools, beside its own ELFError.
 _UNREADABLE: Final = (
-    *(ELFError, struct.error, LookupError, AttributeError, ValueError, TypeError),
+    *(struct.error, LookupError, AttributeError, ValueError, TypeError),
     *(AssertionError, OverflowError, MemoryError),
 )
 
@@ -58,13 +54,17 @@ class Cubin:
 
 def parse(data: bytes) -> Cubin:
     """The facts of a cubin. Raises CompileError where it is none, or holds another number of kernels than one."""
+    from elftools.common.exceptions import ELFError  # 20 ms that a process which only makes keys does not spend
+
     try:
         return _parse(data)
-    except _UNREADABLE as error:
+    except (ELFError, *_UNREADABLE) as error:
         raise CompileError(f"not a readable cubin ({len(data)} bytes): {type(error).__name__}: {error}") from error
 
 
 def _parse(data: bytes) -> Cubin:
+    from elftools.elf.elffile import ELFFile
+
     elf = ELFFile(BytesIO(data))
     if elf["e_machine"] != "EM_CUDA":
         raise ValueError(f"it is for {elf['e_machine']}, not EM_CUDA")
@@ -108,6 +108,8 @@ def _parse(data: bytes) -> Cubin:
 
 def _kernels(table: Any) -> dict[int, str]:
     """Symbol index -> name of every kernel."""
+    from elftools.elf.sections import SymbolTableSection
+
     if not isinstance(table, SymbolTableSection):
         raise ValueError("it has no symbol table")
     raw = table.data()  # pyelftools keeps no more of st_other than the bits that all processors share
