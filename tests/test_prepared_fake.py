@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,18 @@ def test_preparing_the_same_cache_again_does_nothing(bench):
     assert dict(bench.fake.calls) == {**before, "cuStreamIsCapturing": before["cuStreamIsCapturing"] + 2}
 
 
+def test_a_layer_does_not_keep_the_memory_of_a_cache(bench):
+    layer, kv = prepared(bench)
+    gone = weakref.ref(kv)
+    other = bench.kv(pages=9)
+    del kv
+    gc.collect()
+    assert gone() is None
+    layer.prepare_cache(other)
+    run(layer, other, step(DIMS, 8))
+    run(layer, other[:], step(DIMS, 8))  # another view of the same memory
+
+
 def test_stock_core_is_core_and_merge_of_the_scratch(bench):
     layer, kv = prepared(bench)
     tensors = step(DIMS, 8, 4)
@@ -423,6 +436,7 @@ def test_a_process_that_loads_and_runs_needs_no_compiler(tmp_path):
     Bench(tmp_path, Deployment(DIMS, target="sm_90a", batches=(8,)))
     code = f"""
 import sys
+import weakref
 from pathlib import Path
 from fake_runtime import Bench, step
 from k3dsl import Deployment, MlaDims

@@ -1,7 +1,8 @@
 """Prepared MLA decode layers, host side: buffers, launch plans, and a `run()` with no decisions left in it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -99,10 +100,13 @@ class PreparedMla:
             most, self._dims.heads, LATENT, dtype=torch.bfloat16, device=self._runtime.torch_device
         )
         self._steps: dict[tuple[int, int], _Step] = {}
-        self._kv: Tensor | None = None
+        # The engine owns its cache: a layer that held it would keep the memory of one that was given up.
+        self._kv: Callable[[], Tensor | None] = lambda: None
+        self._place: tuple[Any, ...] | None = None
         self._layouts: dict[Any, tuple[int, int]] = {}
-        # Everything that a captured graph may still use: kept until the layer goes.
-        self._keep: list[Any] = []
+        # What a graph that was captured earlier may still use: kept until the layer goes.
+        self._workspaces: list[Workspace] = []
+        self._retired: list[dict[tuple[int, int], _Step]] = []
 
     def prepare_cache(self, kv: Tensor) -> None:
         """Binds the paged cache [pages, page, 576]; compiles, loads, warms and sizes everything that `run` uses.
@@ -113,8 +117,8 @@ class PreparedMla:
         """
         self._runtime.guard("prepare_cache()")
         kv_format = self._check_cache(kv)
-        if self._kv is not None and _same_memory(self._kv, kv):
-            self._kv = kv
+        if self._place == _place(kv):
+            self._kv = ref(kv)
             return
         if self._runtime.torch_device.type == "cuda":
             torch.cuda.init()
@@ -122,9 +126,10 @@ class PreparedMla:
         workspace = self._workspace(kv_format, kv.shape[1])
         steps = {shape: self._step(*shape, view, kv_format, workspace) for shape in self.shapes}
         # Nothing is changed until all of it is there.
-        self._keep += [kv, workspace, self._steps, steps]
-        self._steps, self._kv, self._layouts = steps, kv, {}
-        self._warm()
+        self._workspaces.append(workspace)
+        self._retired.append(self._steps)
+        self._steps, self._kv, self._place, self._layouts = steps, ref(kv), _place(kv), {}
+        self._warm(kv)
 
     def run(
         self,
@@ -157,7 +162,7 @@ class PreparedMla:
         )
         strides = self._layouts.get(layout)
         source, target = projected.data_ptr(), out.data_ptr()
-        if strides is None or source & 15 or target & 3 or cache is not self._kv:
+        if strides is None or source & 15 or target & 3 or (cache is not self._kv() and _place(cache) != self._place):
             strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
         pitch, table_stride = strides
         keys = lengths.data_ptr()
@@ -314,14 +319,11 @@ class PreparedMla:
             lengths=torch.full((rows // q,), q, dtype=torch.int32, device=where),
         )
 
-    def _warm(self) -> None:
+    def _warm(self, kv: Tensor) -> None:
         """Every launch once, so that nothing is left to be loaded lazily; waits, so that its errors come here."""
-        assert self._kv is not None
         for rows, q in self.shapes:
             one = self._dummy(rows, q)
-            self.run(
-                one.projected, one.out, cache=self._kv, slots=one.slots, block_table=one.table, lengths=one.lengths, q=q
-            )
+            self.run(one.projected, one.out, cache=kv, slots=one.slots, block_table=one.table, lengths=one.lengths, q=q)
         self._runtime.synchronize()
 
     def _cache_of_kernels(self) -> "CompileCache":
@@ -334,7 +336,7 @@ class PreparedMla:
     # ---- what run() leaves to the first step of a layout, and its errors
 
     def _refusal(self, rows: int, q: int) -> Exception:
-        if self._kv is None:
+        if self._place is None:
             return ConfigError("run: no cache is bound, call prepare_cache(kv_cache) first")
         return not_prepared(self.shapes, rows, q)
 
@@ -371,8 +373,8 @@ class PreparedMla:
         return strides
 
     def _require_bound(self, cache: Tensor) -> None:
-        if self._kv is None or not _same_memory(self._kv, cache):
-            bound = None if self._kv is None else f"{self._kv.data_ptr():#x} {list(self._kv.shape)}"
+        if self._place != _place(cache):
+            bound = "none" if self._place is None else f"{self._place[1]:#x} {list(self._place[2])}"
             raise ConfigError(
                 f"cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared ({bound}): call "
                 "prepare_cache(kv_cache) when the cache moves"
@@ -387,12 +389,8 @@ class _Dummy(NamedTuple):
     lengths: Tensor
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two cache tensors are the same to every kernel."""
-    return a is b or _place(a) == _place(b)
-
-
 def _place(t: Tensor) -> tuple[Any, ...]:
+    """What makes two cache tensors the same to every kernel."""
     return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()
 
 

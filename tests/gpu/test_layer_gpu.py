@@ -151,7 +151,7 @@ def test_300_replays_are_bit_equal_whatever_lay_in_the_workspace(kv_format):
     graph = captured(lambda: stack.run(prepared))
     graph.replay()
     first = [[bits(t).clone() for t in (layer.out, layer.cache)] for layer in stack.layers]
-    workspace = prepared[0]._keep[1]
+    workspace = prepared[0]._workspaces[-1]
     unequal = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(300):
         for t in (workspace.partial, workspace.stats, prepared[0]._latent.view(torch.uint8)):
@@ -280,7 +280,7 @@ def test_layers_share_modules_and_memory():
         a, b = (getattr(layer._steps[shape], stage)._plan._function.module for layer in (one, two))
         assert a is b
     assert one._scratch is two._scratch
-    assert one._keep[1] is two._keep[1]
+    assert one._workspaces[-1] is two._workspaces[-1]
     assert len(stack.layers) == 2
 
 
