@@ -17,6 +17,7 @@ from k3dsl.cache.memory import Memory, stamp
 from k3dsl.cache.session import Counts, InUse, Session
 from k3dsl.cache.store import Folder, allocated
 from k3dsl.cache.trust import Trust, UntrustedError
+from k3dsl.capture import guard
 from k3dsl.errors import CacheMiss, ConfigError
 
 # What a process does not need that only reads entries is imported where it is used.
@@ -98,12 +99,14 @@ class CompileCache:
     def get_or_build(self, key: CompileKey, build: Build) -> Entry:
         """The entry of `key`; where there is none, `build(key)` makes it, once among all threads and processes.
 
-        What `build` raises comes through, and nothing is stored. Raises CacheMiss once the cache is sealed.
+        What `build` raises comes through, and nothing is stored. Raises CacheMiss once the cache is sealed, CaptureError
+        instead of building inside a stream capture.
         """
         entry = self._find(key)
         if entry is not None:
             return entry
         self._miss(key)
+        guard(f"building {key!r}")
         found: list[Entry] = []
 
         def ready() -> bool:

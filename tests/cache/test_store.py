@@ -7,9 +7,11 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from cache_tools import Builder, files_under, make_key, payload_of
 
 from k3dsl.cache import Built, CompileCache, store
 from k3dsl.cache.entry import Manifest
-from k3dsl.errors import CacheMiss, ConfigError
+from k3dsl.errors import CacheMiss, CaptureError, ConfigError
 
 Fresh = Callable[..., CompileCache]
 
@@ -527,6 +529,17 @@ def test_a_frozen_cache_is_sealed_from_the_start(
         cache.get_or_build(make_key(2), build)
     assert make_key(1) in cache
     assert make_key(2) not in cache
+    assert build.calls == 1
+
+
+def test_no_build_inside_a_capture(cache: CompileCache, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 21: refused with the key, before anything is waited for; what is there is served."""
+    cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
+    cache.get_or_build(make_key(1), build)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert cache.get_or_build(make_key(1), build).payload == payload_of(make_key(1))
+    with pytest.raises(CaptureError, match=make_key(2).short):
+        cache.get_or_build(make_key(2), build)
     assert build.calls == 1
 
 
