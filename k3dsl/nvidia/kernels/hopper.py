@@ -26,12 +26,12 @@ from cutlass.experimental.cuda import TensorMap, TensorMapSwizzle, create_tensor
 
 from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, THREADS, TILE, HopperKey
 from k3dsl.nvidia.kernels import cut, ptx
-from k3dsl.nvidia.kernels.hopper_tile import BOX, BOX_BY_BOX, P_BIAS, P_LIMIT, Tile, fill, put
+from k3dsl.nvidia.kernels.hopper_tile import BOX, BOX_BY_BOX, P_LIMIT, Tile, fill, lane_of, put
 
 #: m of a column that has seen no key: below every score, and its square of a difference is still finite.
 UNSEEN = -1.0e30
 #: Registers a thread of the consumers and of the loaders, where the even share of 168 is too little.
-CONSUMER_REGISTERS, LOADER_REGISTERS = 224, 56
+CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 #: From here on the consumers get more registers than their even share.
 WIDE = 32
 
@@ -152,8 +152,8 @@ class Core(Tile):
             if cutlass.const_expr(self.key.n >= WIDE):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
-                partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, block, cta,
-                slots, scale_log2,
+                partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, cta, slots,
+                scale_log2,
             )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ loaders
@@ -236,14 +236,14 @@ class Core(Tile):
 
     @cute.jit
     def consume(
-        self, partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, block, cta,
-        slots, scale_log2,
+        self, partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, cta, slots,
+        scale_log2,
     ):  # fmt: skip
         """Warps 0..7: attend, request by request, and write a partial for each."""
         key, lay, pair = self.key, self.smem, self.key.pair
         stages, cols = lay.stages, self.cols
-        w, r, c = warp & 3, lane >> 2, lane & 3
-        at, end = cut.run(work, cta)
+        w, c = warp & 3, lane & 3
+        start, end = cut.run(work, cta)
         p_mine = self.p_store_addresses(group * lay.p_bytes, w, lane)
         peaks = base + lay.peaks + (0 if pair else group * 4 * key.n * 4)
         peak_mine = peaks + (warp if pair else w) * key.n * 4 + c * 8
@@ -256,10 +256,10 @@ class Core(Tile):
         sums = cute.make_rmem_tensor(cols, Float32)
         done = Int32(0)  # tiles of the CTA before this request
         segment = Int32(0)
-        while at < end:
-            request, length, first, last = cut.locate(cut.stored(base + lay.split, lane), at)
-            count = min(end, last) - at
-            tile0 = at - first
+        while start + done < end:
+            request, length, first, last = cut.locate(cut.stored(base + lay.split, lane), start + done)
+            count = min(end, last) - (start + done)
+            keys = length - (start + done - first) * TILE  # from the first tile here to the end of the request
             fill(acc, 0.0)
             fill(m, UNSEEN)
             fill(total, 0.0)
@@ -278,9 +278,9 @@ class Core(Tile):
                         self.scores_by_box(s, ptx.descriptor(tile), q_lo)
                     else:
                         put(s, self.scores(ptx.descriptor(tile), q_lo))
-                    valid = length - (tile0 + mine) * TILE  # keys of the tile that are there, if below 64
+                    valid = keys - mine * TILE  # keys of the tile that are there, if below 64
                     if valid < TILE + key.q - 1:
-                        self.mask(s, w, r, c, block, valid)
+                        self.mask(s, valid)
                     if valid < TILE:
                         if cutlass.const_expr(not pair):  # the other warpgroup may still read the keys
                             cute.arch.barrier(barrier_id=3, number_of_threads=256)
@@ -291,7 +291,7 @@ class Core(Tile):
                 here, worst = self.store_p(s, m, at_p, scale_log2)
                 put(sums, here)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                if ptx.barrier_any(worst > P_LIMIT[key.p], barrier, threads):
+                if ptx.barrier_any(worst > P_LIMIT, barrier, threads):
                     # ---- a new m: the maximum of all tiles of the step; then P again
                     self.share_peaks(s, lane, peak_mine)
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
@@ -313,7 +313,7 @@ class Core(Tile):
                     cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
                     p_lo = ptx.descriptor(half_p + (u if pair else group) * lay.p_bytes)
                     if cutlass.const_expr(self.fp8):
-                        self.values_fp8(acc, tile + lane * 128 + ((w ^ (lane & 7)) << 4), p_lo)
+                        self.values_fp8(acc, tile + lane * 128 + ((w ^ (lane & 7)) << 4), p_lo, slots >> 30)
                         cute.arch.sync_warp()
                         if lane == 0:  # every ldmatrix of this warp has returned: its part of the stage is free
                             cute.arch.mbarrier_arrive(empty + stage)
@@ -324,23 +324,20 @@ class Core(Tile):
                         if lane == 0:
                             cute.arch.mbarrier_arrive(empty + stage)
             cute.arch.griddepcontrol_wait()  # the merge of the layer before may still read the workspace
-            self.store_partial(
-                acc, m, total, partial, stats, base, warp, group, lane, block, cta + request, slots, barrier, threads
-            )
+            self.store_partial(acc, m, total, partial, stats, base, warp, group, lane, request, slots, barrier, threads)
             done += count
-            at += count
             segment += 1
 
     # ------------------------------------------------------------------------------------------------ results
 
     @cute.jit
     def store_partial(
-        self, acc, m, total, partial, stats, base, warp, group, lane, block, slot, slots, barrier: cutlass.Constexpr,
+        self, acc, m, total, partial, stats, base, warp, group, lane, request, slots, barrier: cutlass.Constexpr,
         threads: cutlass.Constexpr,
     ):  # fmt: skip
         """O and (m, l) of a request to its slot."""
         key = self.key
-        r, c = lane >> 2, lane & 3
+        w, r, c = lane_of(ptx.thread_x())
         sums = base + self.smem.sums + c * 8
         here = [total[x] for x in range(self.cols)]
         for distance in (4, 8, 16):
@@ -349,9 +346,10 @@ class Core(Tile):
             for g in cutlass.range_constexpr(key.n // 8):
                 ptx.sts_v2f(sums + warp * (key.n * 4), here[2 * g], here[2 * g + 1], offset=32 * g)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        block, slot = ptx.block_x(), ptx.block_y() + request
         limit = min(key.block, key.columns - block * key.block)
         row = (Int64(block * slots + slot) * key.block + Int64(2 * c)) * (LATENT * 4)
-        first = group * (LATENT // CONSUMERS) + (warp & 3) * 16
+        first = group * (LATENT // CONSUMERS) + w * 16
         to = partial + row + Int64((first + (2 * r if self.fp8 else r)) * 4)
         for g in cutlass.range_constexpr(key.n // 8):
             for b in cutlass.range_constexpr(2):
@@ -366,14 +364,13 @@ class Core(Tile):
                             ptx.stg_f32(to, acc[x + 2], offset=offset + 32)
         if (warp == 0) & (lane < 4):
             to = stats + (Int64(block * key.block + 2 * c) * Int64(slots) + Int64(slot)) * 8
-            bias = P_BIAS[key.p]
             for g in cutlass.range_constexpr(key.n // 8):
                 for b in cutlass.range_constexpr(2):
                     sum_ = Float32(0.0)
                     for x in cutlass.range_constexpr(8 if key.pair else 4):
                         sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
                     if 8 * g + 2 * c + b < limit:
-                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b] - bias, sum_)
+                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b], sum_)
 
 
 def trace(key: HopperKey, target: str):

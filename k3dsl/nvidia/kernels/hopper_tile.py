@@ -12,11 +12,12 @@ from cutlass import Float32, cute
 from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, TILE, HopperKey, smem
 from k3dsl.nvidia.kernels import ptx
 
-#: P is 2^(score - m + bias). m need not be the maximum of the scores so far: it is raised to it only when an exponent
-#: passes the limit. That is rare after the first tiles, and saves finding and exchanging maxima in all other steps. The
-#: largest P, 256, is in the range of every type (448 for e4m3); the bias of e4m3 keeps P down to 2^-13 from vanishing.
-P_LIMIT = {"f16": 8.0, "bf16": 8.0, "e4m3": 8.0, "e4m3x2": 8.0}
-P_BIAS = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
+#: P is 2^(score - m), and m need not be the maximum of the scores so far: it is raised only when an exponent passes
+#: P_LIMIT. That is rare after the first tiles, and saves finding and exchanging maxima in all other steps. P then stays
+#: below 256, in the range of every type (448 for e4m3). m is raised to where the largest P is 2^P_TOP: that of e4m3
+#: leaves both room above and, with a smallest value of 2^-9, 13 bits below.
+P_LIMIT = 8.0
+P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
 #: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
@@ -33,8 +34,18 @@ def fill(registers, value):
 
 def put(registers, values):
     """A list into a register tensor."""
+    put_at(registers, 0, values)
+
+
+def put_at(registers, at, values):
+    """The same from element `at` on."""
     for x, value in enumerate(values):
-        registers[x] = value
+        registers[at + x] = value
+
+
+def lane_of(thread):
+    """(warp of its warpgroup, lane // 4, lane % 4)."""
+    return (thread >> 5) & 3, (thread >> 2) & 7, thread & 3
 
 
 class Tile:
@@ -102,16 +113,17 @@ class Tile:
         put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
 
     @cute.jit
-    def mask(self, s, w, r, c, block, valid):
+    def mask(self, s, valid):
         """-inf for the keys that a column does not see: those past the length and, per token, the causal ones."""
         key = self.key
+        w, r, c = lane_of(ptx.thread_x())
         for g in cutlass.range_constexpr(key.n // 8):
             for b in cutlass.range_constexpr(2):
                 limit = valid
                 if cutlass.const_expr(key.q > 1):
                     column = 8 * g + 2 * c + b
                     if cutlass.const_expr(key.blocks > 1):
-                        column = column + block * key.block
+                        column = column + ptx.block_x() * key.block
                     limit = valid - (key.q - 1) + column // key.heads
                 for h in cutlass.range_constexpr(2):
                     x = 4 * g + 2 * h + b
@@ -149,7 +161,7 @@ class Tile:
 
     @cute.jit
     def raise_to_peaks(self, new, m, peaks, scale_log2):
-        """new = per column of this thread the larger of m and the warps' largest scores, in log2 units.
+        """new = per column of this thread: m, raised to where the warps' largest score gives a P of 2^P_TOP.
 
         A loop, though a short one: unrolled, all its loads are in flight at once and take registers that are not there.
         """
@@ -159,9 +171,9 @@ class Tile:
 
     def raise_by(self, new, peaks, scale_log2):
         for g in range(self.key.n // 8):
-            a, b = ptx.lds_v2f(peaks, offset=32 * g)
-            new[2 * g] = ptx.fmax(new[2 * g], a * scale_log2)
-            new[2 * g + 1] = ptx.fmax(new[2 * g + 1], b * scale_log2)
+            for b, peak in enumerate(ptx.lds_v2f(peaks, offset=32 * g)):
+                x = 2 * g + b
+                new[x] = ptx.fmax(new[x], ptx.fma(peak, scale_log2, Float32(-P_TOP[self.key.p])))
 
     def rescale(self, acc, total, factor):
         """acc and total times a factor a column."""
@@ -183,17 +195,16 @@ class Tile:
         return [p + (8 * x + i) * 128 + (((2 * w + h) ^ i) << 4)]
 
     def store_p(self, s, m, at, scale_log2):
-        """P = 2^(s scale - m + bias) of this thread's keys and columns to shared memory.
+        """P = 2^(s scale - m) of this thread's keys and columns to shared memory.
 
         Gives their sum a column, and the largest exponent: above P_LIMIT, P is to be done again with a larger m.
         """
-        kind, groups, bias = self.key.p, self.key.n // 8, P_BIAS[self.key.p]
+        kind, groups = self.key.p, self.key.n // 8
         regs, sums, worst = [], [], None
         for g in range(groups):
             pairs = []  # per column: of keys r and r + 8
             for b in range(2):
-                low = bias - m[2 * g + b] if bias else -m[2 * g + b]
-                x0, x1 = (ptx.fma(s[4 * g + 2 * h + b], scale_log2, low) for h in range(2))
+                x0, x1 = (ptx.fma(s[4 * g + 2 * h + b], scale_log2, -m[2 * g + b]) for h in range(2))
                 p0, p1 = ptx.ex2(x0), ptx.ex2(x1)
                 peak = ptx.fmax(x0, x1)
                 worst = peak if worst is None else ptx.fmax(worst, peak)
@@ -213,34 +224,71 @@ class Tile:
             ptx.stsm_t(at[0], [x for two in regs[g : g + 2] for x in two], offset=g * 1024)
         return sums, worst
 
-    def values_fp8(self, acc, va, p_lo):
-        """acc += V^T P^T over a tile; va: the address of this lane's row in ldmatrix. Leaves one group in flight.
+    def fragments(self, va, t, k32):
+        """(A, byte offset of its P) of each wgmma on 32 keys of latent tile t; va: this lane's row in ldmatrix."""
+        v = ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))  # 2 tiles lie in a box
+        if self.e4m3:
+            a = [ptx.prmt(v[j], v[j + 1], order) for j in (0, 2) for order in (0x6240, 0x7351)]
+            return [(a, k32 * 32 + part * self.key.n * 64) for part in range(self.parts)]
+        a = [list(ptx.cvt_e4m3x4_f16(ptx.prmt(x, x, 0x3120))) for x in v]
+        return [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
 
-        A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them.
-        """
-        half, f16 = self.half, not self.e4m3
-        other = va ^ 64  # the second 64 latents of a box
+    def values_fp8(self, acc, va, p_lo, never):
+        """acc += V^T P^T over a tile. Leaves a group in flight for f16, none for e4m3. never: an Int32 of 0."""
+        if self.e4m3:
+            self.values_e4m3(acc, va, p_lo, never)
+        else:
+            self.values_f16(acc, va, p_lo)
+
+    def values_f16(self, acc, va, p_lo):
+        """A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them."""
+        half = self.half
         for t in range(self.latent_tiles):
             d = [acc[half * t + x] for x in range(half)]
             for k32 in range(2):
-                at = (other if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128)
-                v = ptx.ldsm_x4_t(at)
-                if f16:
-                    a = [list(ptx.cvt_e4m3x4_f16(ptx.prmt(x, x, 0x3120))) for x in v]
-                    steps = [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
-                else:
-                    a = [ptx.prmt(v[j], v[j + 1], sel) for j in (0, 2) for sel in (0x6240, 0x7351)]
-                    steps = [(a, k32 * 32 + x * self.key.n * 64) for x in range(self.parts)]
+                fragments = self.fragments(va, t, k32)
                 if t or k32:
                     cute.nvgpu.warpgroup.wait_group(1)
                 cute.nvgpu.warpgroup.fence()
-                for fragment, p_at in steps:
-                    d = ptx.wgmma_rs(
-                        "f16" if f16 else "e4m3", d, fragment, p_lo + p_at // 16, ptx.SW128 if f16 else ptx.SW64
-                    )
+                for a, p_at in fragments:
+                    d = ptx.wgmma_rs("f16", d, a, p_lo + p_at // 16, ptx.SW128)
                 cute.nvgpu.warpgroup.commit_group()
-            for x in range(half):
-                acc[half * t + x] = d[x]
+            put_at(acc, half * t, d)
+
+    def values_e4m3(self, acc, va, p_lo, never):
+        """An e4m3 wgmma adds with 14 bits: each tile has a chain of its own, added to acc in float32. A chain over all
+        tiles would lose what comes late.
+
+        Up to N 32 a chain is added while the next one runs. Beyond, there are no registers for two; so that ptxas does
+        not take some all the same, the next chain begins in the registers of the one before, not adding to them by a
+        condition that it cannot see through.
+        """
+        alone = self.key.n >= BOX_BY_BOX
+        last = None
+        for t in range(self.latent_tiles):
+            d, adds = [Float32(0.0)] * self.half, False
+            for k32 in range(2):
+                fragments = self.fragments(va, t, k32)
+                if last is not None and k32 == (0 if alone else 1):
+                    cute.nvgpu.warpgroup.wait_group(0 if alone else 1)
+                    last = ptx.settled(last)
+                    self.add_to(acc, t - 1, last)
+                    if alone:
+                        d, adds = last, never
+                elif t or k32:
+                    cute.nvgpu.warpgroup.wait_group(1)
+                cute.nvgpu.warpgroup.fence()
+                for a, p_at in fragments:
+                    d = ptx.wgmma_rs("e4m3", d, a, p_lo + p_at // 16, ptx.SW64, adds)
+                    adds = True
+                cute.nvgpu.warpgroup.commit_group()
+            last = d
+        cute.nvgpu.warpgroup.wait_group(0)
+        self.add_to(acc, self.latent_tiles - 1, ptx.settled(last))
+
+    def add_to(self, acc, t, d):
+        at = self.half * t
+        put_at(acc, at, [acc[at + x] + y for x, y in enumerate(d)])
 
     def values_bf16(self, acc, v_lo, p_lo):
         """acc += V^T P^T over a tile, V^T read transposed from shared memory. Leaves everything in flight."""
@@ -251,6 +299,5 @@ class Tile:
             for k16 in range(4):
                 v, p = v_lo + (t * BOX + k16 * 16 * 128) // 16, p_lo + k16 * 32 // 16
                 d = ptx.wgmma_ss("bf16", d, v, ptx.SW128, p, ptx.SW128, True, a_mn_major=True)
-            for x in range(half):
-                acc[half * t + x] = d[x]
+            put_at(acc, half * t, d)
         cute.nvgpu.warpgroup.commit_group()

@@ -252,6 +252,24 @@ def e4m3_near(x, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def thread_x(*, loc=None, ip=None):
+    """threadIdx.x, read where it is written: what is made of it is not kept in registers from the start."""
+    return emit("mov.u32 $0, %tid.x;", "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def block_x(*, loc=None, ip=None):
+    """blockIdx.x, the same way."""
+    return emit("mov.u32 $0, %ctaid.x;", "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def block_y(*, loc=None, ip=None):
+    """blockIdx.y, the same way."""
+    return emit("mov.u32 $0, %ctaid.y;", "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def scan_add(x, distance, *, loc=None, ip=None):
     """x + the x of the lane `distance` below (lanes without one keep theirs): a step of an inclusive prefix sum."""
     text = (
@@ -313,17 +331,19 @@ def wgmma_ss(kind, d, lo_a, hi_a, lo_b, hi_b, accumulate, a_mn_major=False, *, l
 
 
 @dsl_user_op
-def wgmma_rs(kind, d, a, lo_b, hi_b, *, loc=None, ip=None):
-    """d += A B^T with A in registers (4 a lane), B (n x k) in shared memory. d must not be touched before its wait."""
+def wgmma_rs(kind, d, a, lo_b, hi_b, accumulate=True, *, loc=None, ip=None):
+    """d (+)= A B^T with A in registers (4 a lane), B (n x k) in shared memory. accumulate: a bool or an Int32."""
     k = len(d)
     suffix, transposable = _KINDS[kind]
     tail = ", 0" if transposable else ""
+    fixed = isinstance(accumulate, bool)
+    ins = [("r", x) for x in a] + [("r", lo_b)] + ([] if fixed else [("r", accumulate)])
     text = (
         f"{{.reg .pred p; .reg .b64 db; .reg .b32 hb; mov.b32 hb, {hi_b}; mov.b64 db, {{${k + 4},hb}};"
-        f" setp.ne.b32 p, 1, 0;"
+        f" setp.ne.b32 p, {int(accumulate) if fixed else f'${k + 5}'}, 0;"
         f" wgmma.mma_async.sync.aligned.m64n{2 * k}{suffix} {_list(0, k)}, {_list(k, 4)}, db, p, 1, 1{tail};}}"
     )
-    return emit(text, "f" * k, [("r", x) for x in a] + [("r", lo_b)], tied=d, memory=True, loc=loc, ip=ip)
+    return emit(text, "f" * k, ins, tied=d, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
