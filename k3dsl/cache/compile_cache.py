@@ -99,8 +99,8 @@ class CompileCache:
     def get_or_build(self, key: CompileKey, build: Build) -> Entry:
         """The entry of `key`; where there is none, `build(key)` makes it, once among all threads and processes.
 
-        What `build` raises comes through, and nothing is stored. Raises CacheMiss once the cache is sealed, CaptureError
-        instead of building inside a stream capture.
+        What `build` raises comes through, and nothing is stored. Raises CacheMiss once the cache is sealed, and
+        CaptureError instead of building inside a stream capture.
         """
         entry = self._find(key)
         if entry is not None:
