@@ -81,29 +81,27 @@ def cache_problems(cache: Any, *, kv_format: str, page_size: int | None, device:
     return bad
 
 
-def step_problems(
-    dims: MlaDims,
-    rows: int,
-    q: int,
-    device: torch.device,
-    *,
-    projected: Tensor,  # bf16 [rows, >= dims.pitch]
-    out: Tensor,  # bf16 [rows, heads * v], contiguous
-    slots: Tensor,  # int64 [>= rows], contiguous
-    block_table: Tensor,  # int32 [>= rows / q, width]
-    lengths: Tensor,  # int32 [>= rows / q], contiguous
-) -> list[str]:
-    """What keeps these tensors from being one step of `rows` rows, q a request."""
+def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tensors: Tensor) -> list[str]:
+    """What keeps these tensors from being those of one step of `rows` rows, q a request. Any of
+
+    projected     bf16 [rows, >= dims.pitch]
+    out           bf16 [rows, heads * v], contiguous
+    slots         int64 [>= rows], contiguous
+    block_table   int32 [>= rows / q, width]
+    lengths       int32 [>= rows / q], contiguous
+    """
     requests, columns = rows // q, dims.heads * dims.v
-    want: dict[str, tuple[Tensor, torch.dtype, int, str]] = {
-        "projected": (projected, torch.bfloat16, 2, f"[{rows}, {dims.pitch}]"),
-        "out": (out, torch.bfloat16, 2, f"[{rows}, {columns}]"),
-        "slots": (slots, torch.int64, 1, f"[{rows}]"),
-        "block_table": (block_table, torch.int32, 2, f"[{requests}, width]"),
-        "lengths": (lengths, torch.int32, 1, f"[{requests}]"),
+    # Element type, what people read, the least of each axis, and which axes may not be longer.
+    facts: dict[str, tuple[torch.dtype, str, tuple[int, ...], tuple[bool, ...]]] = {
+        "projected": (torch.bfloat16, f"[{rows}, {dims.pitch}]", (rows, dims.pitch), (True, False)),
+        "out": (torch.bfloat16, f"[{rows}, {columns}]", (rows, columns), (True, True)),
+        "slots": (torch.int64, f"[{rows}]", (rows,), (False,)),
+        "block_table": (torch.int32, f"[{requests}, width]", (requests, 1), (False, False)),
+        "lengths": (torch.int32, f"[{requests}]", (requests,), (False,)),
     }
     bad = []
-    for what, (tensor, dtype, rank, shape) in want.items():
+    for what, tensor in tensors.items():
+        dtype, shape, least, _ = facts[what]
         if not isinstance(tensor, Tensor):
             bad.append(f"{what} is {type(tensor).__name__}, must be a {name(dtype)} tensor {shape}")
             continue
@@ -111,29 +109,24 @@ def step_problems(
             bad.append(f"{what} is {name(tensor.dtype)}, must be {name(dtype)}")
         if not _on(tensor, device):
             bad.append(f"{what} is on {tensor.device}, must be on {device}")
-        if tensor.dim() != rank:
+        if tensor.dim() != len(least):
             bad.append(f"{what} has shape {list(tensor.shape)}, must be {shape}")
         elif tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             bad.append(f"{what} has strides {list(tensor.stride())}, the last must be 1")
     if bad:
         return bad
-    for what, tensor, least, exact in (
-        ("projected", projected, (rows, dims.pitch), (True, False)),
-        ("out", out, (rows, columns), (True, True)),
-        ("slots", slots, (rows,), (False,)),
-        ("block_table", block_table, (requests, 1), (False, False)),
-        ("lengths", lengths, (requests,), (False,)),
-    ):
+    for what, tensor in tensors.items():
+        _, _, least, exact = facts[what]
         for axis, (n, must) in enumerate(zip(least, exact, strict=True)):
             if tensor.shape[axis] != n and (must or tensor.shape[axis] < n):
                 bad.append(
                     f"{what} has shape {list(tensor.shape)}, axis {axis} must be {n}{'' if must else ' or more'}"
                 )
-    if rows > 1 and projected.stride(0) % 8:
-        bad.append(f"projected has a row stride of {projected.stride(0)} elements, must be a multiple of 8")
-    if not out.is_contiguous():
-        bad.append(f"out has strides {list(out.stride())}, must be contiguous")
-    for what, tensor, align in (("projected", projected, _ALIGN), ("out", out, 4)):
+        if what == "projected" and rows > 1 and tensor.stride(0) % 8:
+            bad.append(f"projected has a row stride of {tensor.stride(0)} elements, must be a multiple of 8")
+        if what == "out" and not tensor.is_contiguous():
+            bad.append(f"out has strides {list(tensor.stride())}, must be contiguous")
+        align = {"projected": _ALIGN, "out": 4}.get(what, 1)
         if tensor.data_ptr() % align:
             bad.append(f"{what} starts at {tensor.data_ptr():#x}, must be {align}-byte aligned")
     return bad

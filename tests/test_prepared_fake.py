@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -451,3 +453,88 @@ print(*[m for m in ("cutlass", "torch._dynamo", "torch._inductor", "triton") if 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert out.splitlines() == ["8 0", ""]
+
+
+def test_a_layer_keeps_the_weights_that_its_launches_read(bench):
+    """An engine may make a weight anew at each access, give it up, or point its parameter elsewhere."""
+    weights = MlaWeights.random(DIMS)
+    freed = []
+
+    def copy(tensor):
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        weakref.finalize(new.untyped_storage(), freed.append, tuple(new.shape))
+        return new
+
+    class Engine:
+        W_UK_T = property(lambda self: copy(weights.W_UK_T))
+        W_UV = property(lambda self: copy(weights.W_UV))
+
+    engine = Engine()
+    for field in fields(weights):
+        if not hasattr(Engine, field.name):
+            setattr(engine, field.name, getattr(weights, field.name))
+    parameter = torch.nn.Parameter(copy(weights.q_b_proj.weight), requires_grad=False)
+    engine.q_b_proj = SimpleNamespace(weight=parameter)
+    layer, kv = bench.layer(attention=engine), bench.kv()
+    gc.collect()
+    freed.clear()
+    layer.prepare_cache(kv)
+    parameter.data = torch.zeros_like(parameter)
+    read = set()
+    for shape, one in layer._steps.items():
+        bench.fake.launches.clear()
+        run(layer, kv, step(DIMS, *shape), shape[1])
+        query, *_, value = bench.fake.launches
+        read |= {query.values(one.query.key.params)[name] for name in ("w_uk", "q_b")}
+        read.add(value.values(one.value.key.params)["weight"])
+    gc.collect()
+    assert (2304, 1536) not in freed
+    held = {t.data_ptr() for s in layer._steps.values() for t in (*s.query._hold, *s.value._hold)}
+    assert read <= held
+
+
+def test_a_layer_that_did_not_get_warm_is_not_bound(bench, monkeypatch):
+    """An error of the warm-up that went unseen at the second call would come back in the first capture."""
+    layer, kv = prepared(bench)
+    other = bench.kv()
+
+    def fault():
+        raise LaunchError("an illegal address")
+
+    monkeypatch.setattr(bench.runtime, "synchronize", fault)
+    with pytest.raises(LaunchError):
+        layer.prepare_cache(other)
+    monkeypatch.undo()
+    run(layer, kv, step(DIMS, 4))
+    with pytest.raises(ConfigError, match="not the one that was prepared"):
+        run(layer, other, step(DIMS, 4))
+    bench.fake.launches.clear()
+    layer.prepare_cache(other)
+    assert len(bench.fake.launches) == 4 * len(layer.shapes)
+    run(layer, other, step(DIMS, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": torch.ones(4, dtype=torch.int64)}, "lengths is int64, must be int32"),
+        ({"lengths": torch.ones(8, dtype=torch.int32)[::2]}, "lengths has strides"),
+        ({"lengths": torch.ones(4, dtype=torch.int32, device="meta")}, "lengths is on meta"),
+        ({"block_table": torch.zeros(4, 3, dtype=torch.int64)}, "block_table is int64, must be int32"),
+        ({"block_table": torch.zeros(3, 4, dtype=torch.int32).t()}, "block_table has strides"),
+    ],
+)
+def test_stock_core_refuses_metadata_that_it_would_misread(bench, changes, message):
+    layer, kv = prepared(bench)
+    tensors = {name: step(DIMS, 4)[name] for name in ("block_table", "lengths")}
+    with pytest.raises(ConfigError, match=message):
+        layer.stock_core(kv, **{**tensors, **changes}, batch=4)
+    assert bench.fake.launches == []
+
+
+def test_a_scratch_that_is_no_tensor_and_pages_of_another_plan_are_refused(bench):
+    with pytest.raises(ConfigError, match="query_scratch is NoneType"):
+        bench.layer(query_scratch=None).prepare_cache(bench.kv())
+    with pytest.raises(ConfigError, match=r"must be \[pages, 64, 576\]"):
+        bench.layer(page_size=64).prepare_cache(bench.kv(page=128))
+    assert bench.fake.launches == []

@@ -46,6 +46,7 @@ class PreparedMla:
     core           "auto" or one of the target's cores
     dcp, parity    context parallelism; dcp must be None
     queries        tokens of a request in a step; prepared are all (rows, q) in which q divides rows
+    page_size      tokens of a page that the cache must have; by default any that the target serves
     cache          where kernels come from: by default the user's CompileCache
 
     The cache's format and page size are those of the tensor that prepare_cache is given. `shapes`: the prepared
@@ -63,6 +64,7 @@ class PreparedMla:
         dcp: Any = None,
         parity: int = 0,
         queries: tuple[int, ...] = (1,),
+        page_size: int | None = None,
         cache: "CompileCache | None" = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class PreparedMla:
         self._pitches = dict(pitches)
         self._scratch = query_scratch
         self._core = core
+        self._page_size = page_size
         self._store = cache
         most = max(rows for rows, _ in self.shapes)
         self._latent = torch.empty(
@@ -127,9 +130,15 @@ class PreparedMla:
         steps = {shape: self._step(*shape, view, kv_format, workspace) for shape in self.shapes}
         # Nothing is changed until all of it is there.
         self._workspaces.append(workspace)
-        self._retired.append(self._steps)
+        before = self._steps, self._kv, self._place, self._layouts
         self._steps, self._kv, self._place, self._layouts = steps, ref(kv), _place(kv), {}
-        self._warm(kv)
+        try:
+            self._warm(kv)
+        except BaseException:  # not warm, so not bound: what was bound before still is, and another call tries again
+            self._retired.append(steps)  # what was launched may still run
+            self._steps, self._kv, self._place, self._layouts = before
+            raise
+        self._retired.append(before[0])
 
     def run(
         self,
@@ -189,6 +198,8 @@ class PreparedMla:
             raise self._refusal(batch, q)
         self._require_bound(cache)
         block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
+        where = self._runtime.torch_device
+        require("stock_core", step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths))
         step.core.bind(block_table.data_ptr(), lengths.data_ptr(), block_table.stride(0))
         step.core.launch(self._runtime.stream())
         return self._latent[:batch]
@@ -211,7 +222,7 @@ class PreparedMla:
                 f"on {target} (fp8: uint8 or float8_e4m3fn; bf16: bfloat16)"
             )
         page = kv.shape[1]
-        bad = cache_problems(kv, kv_format=kv_format, page_size=None, device=self._runtime.torch_device)
+        bad = cache_problems(kv, kv_format=kv_format, page_size=self._page_size, device=self._runtime.torch_device)
         if page not in served.pages:
             bad.append(f"cache has pages of {page} tokens, must be one of {', '.join(map(str, served.pages))}")
         bad += self._scratch_problems(kv_format)
@@ -219,7 +230,9 @@ class PreparedMla:
         return kv_format
 
     def _scratch_problems(self, kv_format: str) -> list[str]:
-        scratch, element = self._scratch, ELEMENT[kv_format]
+        scratch, element, where = self._scratch, ELEMENT[kv_format], self._runtime.torch_device
+        if not isinstance(scratch, Tensor):
+            return [f"query_scratch is {type(scratch).__name__}, must be a tensor"]
         rows = max(rows for rows, _ in self.shapes)
         width = scratch.shape[2] * scratch.element_size() if scratch.dim() == 3 else 0
         if (
@@ -228,7 +241,8 @@ class PreparedMla:
             or scratch.shape[0] < rows
             or not scratch.is_contiguous()
             or scratch.data_ptr() % 16
-            or scratch.device.type != self._runtime.torch_device.type
+            or scratch.device.type != where.type
+            or (where.index is not None and scratch.device.index != where.index)
         ):
             return [
                 f"query_scratch is {scratch.dtype} {list(scratch.shape)} on {scratch.device}, must be contiguous "
@@ -418,6 +432,7 @@ def prepare_layer(
         max_context=plan.max_context,
         core=plan.core,
         queries=plan.queries,
+        page_size=plan.page_size,
         cache=cache,
     )
 

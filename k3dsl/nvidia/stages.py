@@ -2,6 +2,9 @@
 
 A stage is bound to a layer's weights, cache and buffers and to a number of rows. `bind` rewrites what a step may change
 (addresses, two strides) and checks nothing; `launch` launches. Who checks is the constructor, once, and whoever calls.
+
+A launch has addresses alone, so a stage holds the weights and buffers behind them: an engine that gives its own
+attribute another tensor, or makes one anew at each access, frees nothing that a plan or a captured graph reads.
 """
 
 from collections.abc import Callable
@@ -40,18 +43,22 @@ class MlaQuery:
     ) -> None:
         rows, heads = projected.shape[0], scratch.shape[1]
         self.key = query.config(heads, rows, kv_format)
+        fixed = {
+            "q_norm": _held(attention.q_a_layernorm.weight),
+            "kv_norm": _held(attention.kv_a_layernorm.weight),
+            "q_b": _held(attention.q_b_proj.weight),
+            "w_uk": _held(attention.W_UK_T),
+            "query": scratch[:rows],
+            "q_scale_inv": _held(attention._q_scale_inv),
+            "k_scale_inv": _held(attention._k_scale_inv),
+        }
+        self._hold = tuple(fixed.values())
         values = query.arguments(
             self.key,
             projected=projected,
-            q_norm=attention.q_a_layernorm.weight,
-            kv_norm=attention.kv_a_layernorm.weight,
-            q_b=attention.q_b_proj.weight,
-            w_uk=attention.W_UK_T,
             slots=slots,
             cache=cache,
-            query=scratch[:rows],
-            q_scale_inv=attention._q_scale_inv,
-            k_scale_inv=attention._k_scale_inv,
+            **fixed,
             eps=float(attention.rms_norm_eps),
         )
         launch = query.geometry(self.key, heads=heads, rows=rows)
@@ -92,6 +99,7 @@ class HopperCore:
         lse: int = 0,
     ) -> None:
         self.key = key
+        self._hold = scratch, partial, stats, latent
         requests = rows // key.q
         self.merge_key = hopper.merge_key(key, requests=requests)
         splits = hopper.splits(key, sm_count)
@@ -151,8 +159,10 @@ class MlaValue:
         rows, heads = projected.shape[0], latent.shape[1]
         self.key = value.ValueKey(heads, value.tile_for(rows))
         gate = projected[:, query.PROJECTED : query.PROJECTED + heads * value.V]
+        weight = _held(attention.W_UV)
+        self._hold = latent, weight
         values = value.arguments(
-            self.key, latent=latent[:rows], weight=attention.W_UV, gate=gate, lengths=lengths, out=out, q=q
+            self.key, latent=latent[:rows], weight=weight, gate=gate, lengths=lengths, out=out, q=q
         )
         self._plan = LaunchPlan(load(self.key), value.geometry(self.key, rows=rows), self.key.params, **values)
         self._gate, self._lengths, self._out, self._pitch = (
@@ -166,3 +176,8 @@ class MlaValue:
         self._lengths.value = lengths
         self._out.value = out
         self._pitch.value = pitch
+
+
+def _held(weight: Tensor) -> Tensor:
+    """A tensor of our own on the memory of `weight`: it stays whatever the engine's tensor is made to point at."""
+    return weight.detach()
