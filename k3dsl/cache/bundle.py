@@ -211,7 +211,7 @@ def unpack(file: IO[bytes]) -> Iterator[tuple[Manifest, bytes]]:
         raise BundleError(f"it does not begin with {_INDEX}")
     try:
         index = msgspec.json.decode(first.read(), type=Index)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BundleError(f"its {_INDEX} cannot be read: {error}") from None
     if (index.format, index.version) != (FORMAT, VERSION):
         raise BundleError(f"it is a {index.format} {index.version}, this k3dsl reads {FORMAT} {VERSION}")

@@ -88,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The full key. Raises CorruptError if it is not one, or not that of `digest`."""
         try:
             key = CompileKey.from_json(self.key)
-        except ConfigError as error:
+        except (ConfigError, RecursionError) as error:
             raise CorruptError(f"its key cannot be read: {error}") from None
         if key.digest != self.digest:
             raise CorruptError(f"its key has the digest {key.short}, its manifest says {self.digest[:12]}")
@@ -108,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise CorruptError("its manifest does not match its own checksum")
         try:
             manifest = msgspec.json.decode(content, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError(f"its manifest cannot be read: {error}") from None
         if manifest.schema != SCHEMA:
             raise CorruptError(f"its manifest has schema {manifest.schema}, this k3dsl reads {SCHEMA}")

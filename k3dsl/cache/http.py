@@ -46,6 +46,8 @@ class HttpLayer:
             raise ValueError(f"a URL is {', '.join(_SCHEMES)}, then ://host[:port]/path")
         if parts.query or parts.fragment:
             raise ValueError("a URL of a layer has no ? and no #")
+        if not parts.path.isascii():
+            raise ValueError("the path of a URL is ASCII, all else in it as %XX")
         self.takes = parts.scheme.endswith("+rw")
         self._tls = parts.scheme.startswith("https")
         self._host, self._port = parts.hostname, parts.port
@@ -98,7 +100,7 @@ class HttpLayer:
             return 0, b""
         try:
             return bounded(lambda: self._request(method, path, body), self._seconds)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a name that IDNA refuses
             if isinstance(error, TimeoutError):
                 raise self._failed(TimeoutError(errno.ETIMEDOUT, f"no answer in {self._seconds:g} s")) from None
             code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO

@@ -3,6 +3,7 @@
 What is checked is the open file (owner and mode of the descriptor that is then read), never a path looked at before.
 """
 
+import errno
 import os
 import stat
 from typing import Final
@@ -45,9 +46,14 @@ class Trust:
 def read_checked(name: str, folder: int, trust: Trust, limit: int) -> bytes:
     """The bytes of the regular file `name` in the open folder, after a look at the very descriptor that is read.
 
-    Raises UntrustedError, or OSError: ELOOP for a link.
+    Raises UntrustedError, for a link too, or OSError.
     """
-    descriptor = os.open(name, READ_FLAGS, dir_fd=folder)
+    try:
+        descriptor = os.open(name, READ_FLAGS, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UntrustedError(f"{name} is a link, not a regular file") from None
+        raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -229,6 +229,10 @@ FORGERIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     "members swapped": (lambda m: [m[0], m[2], m[1], *m[3:]], "in the place of"),
     "payload of another": (lambda m: [*m[:2], (m[2][0], m[4][1]), *m[3:]], "checksum"),
     "payload longer": (lambda m: [*m[:2], (m[2][0], m[2][1] + b"x"), *m[3:]], "bytes, not"),
+    "index too deep": (
+        lambda m: [(m[0][0], m[0][1].replace(b'"entries": [', b'"entries": ' + b"[" * 100_000)), *m[1:]],
+        "cannot be read",
+    ),
     "index not JSON": (lambda m: [(m[0][0], b"{"), *m[1:]], "cannot be read"),
     "empty": (lambda m: [], "begin"),
 }

@@ -15,6 +15,7 @@ from cache_tools import Builder, make_key, payload_of
 
 from k3dsl.cache import CompileCache, bundle
 from k3dsl.cache.http import OBJECT_LIMIT, HttpLayer
+from k3dsl.errors import ConfigError
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
@@ -304,6 +305,15 @@ def test_a_server_that_comes_back_is_asked_again(root: Path, build: Builder, bad
     state["answer"] = reply(200, bundle.pack_one(entry))
     time.sleep(0.15)
     assert cache.get(make_key()).payload == entry.payload  # type: ignore[union-attr]
+
+
+def test_a_url_that_no_request_can_have(root: Path, build: Builder) -> None:
+    """A path that is not ASCII is refused where it is given; a host that IDNA refuses counts as one that is down."""
+    with pytest.raises(ConfigError, match="ASCII"):
+        CompileCache(root, layers=["http://127.0.0.1/\u00e9"])
+    cache = CompileCache(root, layers=[f"http://{'a' * 70}.example/k3"])
+    assert cache.get_or_build(make_key(), build).payload == payload_of(make_key())
+    assert len(cache.degraded) == 1
 
 
 def test_absence_is_no_failure(root: Path, build: Builder, bad: Any, caplog: Any) -> None:

@@ -250,7 +250,27 @@ def newer_schema(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(manifest.dump())
 
 
+def deep(manifest: bytes, depth: int) -> bytes:
+    """A manifest whose key holds a value `depth` arrays deep, its own checksum made to fit."""
+    content = json.loads(manifest)
+    del content["check"]
+    content["key"]["params"]["deep"] = "DEEP"
+    body = json.dumps(content, indent=2).replace('"DEEP"', "[" * depth + "]" * depth)
+    head = body[: body.rindex("\n}")].encode() + b",\n"
+    return head + b'  "check": "' + sha256(head).hexdigest().encode() + b'"\n}\n'
+
+
+def deep_key(depth: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "manifest.json"
+        path.write_bytes(deep(path.read_bytes(), depth))
+
+    return damage
+
+
 DAMAGES = {
+    "key too deep to walk": deep_key(900),
+    "key too deep to read": deep_key(100_000),
     "truncated": truncate,
     "empty": empty,
     "payload bit": flip("kernel.cubin", 0.5),
@@ -302,6 +322,7 @@ def test_what_is_no_plain_file_is_not_read(
     reader = fresh()
     assert reader.get(key) is None
     assert reader.get_or_build(key, build).payload == payload_of(key)
+    assert fresh().get(key).payload == payload_of(key)  # type: ignore[union-attr]
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(cache: CompileCache, build: Builder) -> None:
