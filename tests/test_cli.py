@@ -139,6 +139,8 @@ def test_numbers():
     [
         (("plan", "--target", "sm_80"), 2, "target='sm_80' must be one of"),
         (("plan", "--target", "sm_90a", "--batches", "x"), 2, "batches='x'"),
+        (("plan", "--target", "sm_90a", "--batches", "1-99999999999"), 2, "a range of 4096 numbers at most"),
+        (("plan", "--target", "sm_90a", "--batches", "9" * 5000), 2, "must be a number"),
         (("plan", "--target", "sm_90a", "--batches", "99", "--core", "flash"), 2, "2 problems"),
         (("warmup", "--target", "gfx950"), 2, "gfx950"),
         (("warmup", "--jobs", "0"), 2, ""),

@@ -34,6 +34,9 @@ _NAMES: Final = (
     "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp"
 )  # fmt: skip
 
+#: Numbers of a range, at most: far more than any step has rows.
+_MOST: Final = 4096
+
 
 def numbers(text: "str | list[int]", what: str) -> tuple[int, ...]:
     """(1, 2, 3, 16) of "1-3,16". Raises ConfigError naming the piece that is none of N, N-M."""
@@ -44,8 +47,10 @@ def numbers(text: "str | list[int]", what: str) -> tuple[int, ...]:
     found: list[int] = []
     for piece in str(text).split(","):
         low, dash, high = piece.strip().partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
+        if len(piece) > 20 or not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
             raise ConfigError(f"{what}={text!r}: {piece.strip()!r} must be a number or a range such as 1-8")
+        if int(high or low) - int(low) > _MOST:
+            raise ConfigError(f"{what}={text!r}: {piece.strip()!r} must be a range of {_MOST} numbers at most")
         found += range(int(low), int(high or low) + 1)
     return tuple(dict.fromkeys(found))
 
