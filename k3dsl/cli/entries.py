@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from k3dsl.errors import ConfigError, K3Error
 
 if TYPE_CHECKING:
-    from k3dsl.cache import CompileCache, CompileKey, Entry
+    from k3dsl.cache import CompileCache, CompileKey, Entry, Manifest
 
 
 def open_cache(**options: Any) -> "CompileCache":
@@ -89,3 +89,15 @@ def disassemble(file: str | None, target: str) -> str:
     """The vendor's own command, by the target's prefix alone: the cache itself knows no vendor."""
     tool = "llvm-objdump -d" if target.startswith("gfx") else "nvdisasm"
     return f"{tool} {file or '(not in a folder)'}"
+
+
+def other_flavour(manifest: "Manifest") -> str | None:
+    """Why an entry of a bundle is of no use here whatever the GPU: built with a CUDA that no key of ours names."""
+    from k3dsl.nvidia.toolchain import facts
+
+    try:
+        here = facts(manifest.key["target"])["cuda"]
+    except ConfigError:
+        return None  # no target of that vendor
+    theirs = manifest.key["toolchain"].get("cuda", here)
+    return None if theirs == here else f"it was built with CUDA {theirs}, kernels here are built with CUDA {here}"
