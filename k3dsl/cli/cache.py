@@ -8,7 +8,7 @@ import typer
 
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out, table
-from k3dsl.cli.entries import complete, disassemble, find, key_of, open_cache, params, row
+from k3dsl.cli.entries import complete, disassemble, find, key_of, open_cache, other_flavour, params, row
 from k3dsl.env import age, size
 from k3dsl.errors import ConfigError, K3Error
 
@@ -385,7 +385,8 @@ def import_(
 
     wanted = _split(target)
     present = detect_target() if wanted is None else None
-    report = open_cache().import_bundle(file, target=wanted if present is None else str(present), sha256=sha256)
+    chosen = wanted if present is None else str(present)
+    report = open_cache().import_bundle(file, target=chosen, sha256=sha256, accept=other_flavour)
     if json:
         emit(msgspec.to_builtins(report))
         return

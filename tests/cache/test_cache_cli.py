@@ -308,6 +308,22 @@ def test_import_on_a_machine_with_a_gpu(
     assert len(k3dsl("import", file, "--target", "sm_90a", "--json").json["imported"]) == 3
 
 
+def test_import_of_another_flavour(
+    k3dsl: Callable[..., Run], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lesson 32."""
+    old = make_key(0, toolchain={"cuda": "12"})
+    for key in (old, make_key(0, toolchain={"cuda": "13"}), make_key(0, target="gfx950", toolchain={"cuda": "12"})):
+        CompileCache(root).get_or_build(key, Builder())
+    file = str(tmp_path / "kernels.k3b")
+    k3dsl("export", file)
+    monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path / "node"))
+    done = k3dsl("import", file, "--json")
+    assert [item["digest"] for item in done.json["skipped"]] == [old.digest]
+    assert "CUDA 12" in done.json["skipped"][0]["reason"]
+    assert len(done.json["imported"]) == 2
+
+
 def test_path(k3dsl: Callable[..., Run], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert k3dsl("path").out == f"{root}\n"
     assert k3dsl("path", "--json").json["path"] == str(root)
