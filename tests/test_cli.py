@@ -9,6 +9,7 @@ from fake_cuda import fake_build
 
 from k3dsl import CompileCache, ConfigError, Deployment, MlaDims
 from k3dsl.cli import main
+from k3dsl.cli.console import out, table
 from k3dsl.cli.planargs import PlanArguments, numbers
 from k3dsl.nvidia import toolchain
 
@@ -217,3 +218,11 @@ def test_every_command_has_help(capsys, command):
 def test_module_and_version():
     out = subprocess.check_output([sys.executable, "-m", "k3dsl", "--version"], text=True)
     assert out.split()[0] == "k3dsl"
+
+
+def test_text_with_brackets_is_printed_as_it_is(capsys):
+    """A user, a path or a compiler's message may hold what looks like markup, and may not break the table."""
+    view = table("entry", "name", "value")
+    view.add_row("user", "[bold]u[/x]")
+    out().print(view)
+    assert "[bold]u[/x]" in capsys.readouterr().out

@@ -21,8 +21,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 
 
 def out() -> Console:
-    """For results."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """For results. Text is printed as it is: paths, users and compilers write brackets that are no markup."""
+    return Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
 
 
 def err() -> Console:

@@ -225,7 +225,7 @@ class Demo:
         """For people."""
         console = out()
         console.print(
-            f"[bold]Kimi-K3 tp={self.tp}[/bold]: {self.layers} layers, {self.kv_format} cache, page {self.page_size}, "
+            f"Kimi-K3 tp={self.tp}: {self.layers} layers, {self.kv_format} cache, page {self.page_size}, "
             f"q={self.q}, target {self.target}"
         )
         console.print(f"lengths {self.lengths[0]} in the first step, {self.lengths[-1]} in the last")
@@ -249,7 +249,7 @@ class Demo:
             how = "on the host" if self.target == REFERENCE else "by graph replay"
             console.print(f"{self.us_per_step:.1f} us per step of {self.layers} layers, {how}")
         if self.ok:
-            console.print("[green]ok[/green]")
+            console.print("ok", style="green")
         else:
             err().print("[red]the demo found a difference[/red]")
 

@@ -44,7 +44,7 @@ def doctor(json: Json = False) -> None:
         console = out()
         width = max(len(check.name) for check in checks)
         for check in checks:
-            console.print(f"{_MARKS[check.status]} {check.name:<{width}}  ", end="")
+            console.print(f"{_MARKS[check.status]} {check.name:<{width}}  ", end="", markup=True)
             console.print(check.found, markup=False)
             if check.todo:
                 console.print(f"     {'':<{width}}  -> {check.todo}", markup=False)
