@@ -281,6 +281,11 @@ def test_stock_core_is_core_and_merge_of_the_scratch(bench):
     latent = layer.stock_core(kv, tensors["block_table"], tensors["lengths"], 8, q=4)
     assert [launch.block[0] for launch in bench.fake.launches] == [hopper.THREADS, bench.fake.launches[1].block[0]]
     assert len(bench.fake.launches) == 2
+    # Any kernel may be in front of the core here, and the core reads metadata before it waits: so no early start.
+    assert [launch.pdl for launch in bench.fake.launches] == [False, True]
+    core = bench.fake.launches[0].values(layer._steps[8, 4].core.key.params)
+    assert core["lengths"] == tensors["lengths"].data_ptr()
+    assert core["table"] == tensors["block_table"].data_ptr()
     assert latent.data_ptr() == layer._latent.data_ptr()
     assert latent.shape == (8, 12, 512)
 

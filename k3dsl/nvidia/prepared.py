@@ -201,7 +201,7 @@ class PreparedMla:
         where = self._runtime.torch_device
         require("stock_core", step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths))
         step.core.bind(block_table.data_ptr(), lengths.data_ptr(), block_table.stride(0))
-        step.core.launch(self._runtime.stream())
+        step.core.launch_first(self._runtime.stream())
         return self._latent[:batch]
 
     def prepare_dcp(self, batch: int) -> None:

@@ -8,6 +8,7 @@ attribute another tensor, or makes one anew at each access, frees nothing that a
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -113,10 +114,10 @@ class HopperCore:
         maps |= {name: TensorMap(driver, address=scratch.data_ptr(), **facts) for name, facts in own.items()}
         shared = {"partial": partial.data_ptr(), "stats": stats.data_ptr(), "requests": requests, "splits": splits}
         core = hopper.geometry(key, requests=requests, sm_count=sm_count)
-        self._core = LaunchPlan(
-            load(key), core, key.params, **maps, **shared, lengths=0, table=0, table_stride=0, slots=slots,
-            scale_log2=scale * LOG2E,
-        )  # fmt: skip
+        values = {**maps, **shared, "lengths": 0, "table": 0, "table_stride": 0, "slots": slots}
+        values["scale_log2"] = scale * LOG2E
+        self._core = LaunchPlan(load(key), core, key.params, **values)
+        self._first = LaunchPlan(load(key), replace(core, pdl=False), key.params, **values)
         merge = hopper.merge_geometry(self.merge_key, key, requests=requests)
         self._merge = LaunchPlan(
             load(self.merge_key), merge, self.merge_key.params, **shared, lengths=0, out=latent.data_ptr(), lse=lse,
@@ -134,8 +135,19 @@ class HopperCore:
         self._stride.value = stride
 
     def launch(self, stream: int) -> None:
-        """Core, then merge."""
+        """Core, then merge, after MlaQuery."""
         self._launch_core(stream)
+        self._launch_merge(stream)
+
+    def launch_first(self, stream: int) -> None:
+        """The same after any other work of the stream, which is over when the core starts.
+
+        The core reads the metadata and old tiles before it waits for the kernel in front of it. MlaQuery makes that
+        right, as it waits before it releases the core; after another kernel the launch itself must wait.
+        """
+        for name in ("lengths", "table", "table_stride"):
+            self._first.set(name, self._core.slot(name).value)
+        self._first.launch(stream)
         self._launch_merge(stream)
 
 
