@@ -86,7 +86,8 @@ class Kernel:
 
     @property
     def kernarg_register(self) -> int:
-        """Scalar register pair that receives the address of the arguments, or -1."""
+        """Scalar register pair that receives the address of the arguments, or -1. Registers for the dispatch packet, the
+        queue and the like keep a poison value: whoever follows it is stopped by the bounds check."""
         if not self.properties & 8:
             return -1
         return sum(width for bit, width in ((1, 4), (2, 2), (4, 2)) if self.properties & bit)
@@ -105,16 +106,9 @@ class Kernel:
         declared = self.metadata.get(".max_flat_workgroup_size", THREAD_LIMIT)
         if threads > declared:
             reasons.append(f"{threads} threads a workgroup, the kernel was compiled for at most {declared}")
-        if self.properties & ~0x0C08 & 0x3F:
-            asked = [n for b, n in _USER_INPUTS.items() if self.properties & b]
-            reasons.append(f"it asks for {', '.join(asked)}")
         if self.properties >> 10 & 1:
             reasons.append("it runs waves of 32 lanes")
         return reasons
-
-
-_USER_INPUTS = {1: "a private segment buffer", 2: "the dispatch packet", 4: "the queue pointer", 16: "the dispatch id",
-                32: "flat scratch"}
 
 
 class CodeObject:

@@ -36,12 +36,12 @@ def triple(value: int | Sequence[int]) -> Triple:
 class Options:
     """How to run. Every seed gives one reproducible schedule.
 
-    memory: 'flat' (every store is seen at once) or 'weak' (caches, scopes and unfinished operations are modelled).
+    model: 'flat' (every store is seen at once) or 'weak' (caches, scopes and unfinished operations are modelled).
     seed: 0 gives each wave `quantum` instructions in turn; others vary order and length at random.
     resident: workgroups at a time; None: what the registers, LDS and waves of 256 compute units allow.
     """
 
-    memory: Literal["flat", "weak"] = "flat"
+    model: Literal["flat", "weak"] = "flat"
     seed: int = 0
     quantum: int = 1000
     resident: int | None = None
@@ -152,7 +152,7 @@ class Emulator:
                   | abi.CHECK_MISALIGNED * o.misaligned)  # fmt: skip
         spec = abi.RunC(
             launches=specs, regions=regions, launch_count=len(prepared), region_count=len(regions), device_count=devices,
-            weak=o.memory == "weak", seed=o.seed, quantum=max(1, o.quantum), budget=o.budget, clock_start=o.clock_start,
+            weak=o.model == "weak", seed=o.seed, quantum=max(1, o.quantum), budget=o.budget, clock_start=o.clock_start,
             ticks_per_round=o.ticks_per_round, checks=checks, lds_fill=o.lds_fill, vector_fill=o.vector_fill,
             trace_group=0xFFFFFFFF, trace_wave=0, trace_launch=-1, trace=abi.TRACE(), deadlock_after=o.deadlock_after,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class Emulator:
         ]  # fmt: skip
         if not self.memory.strict:
             found = [abi.RegionC(4096, (1 << 47) - 4096, -1, 0, None, None)]
-            if self.options.memory == "weak":
+            if self.options.model == "weak":
                 raise ValueError("the weak memory model needs registered buffers: Memory(strict=True)")
         elif prepared:
             for p in prepared:
