@@ -84,6 +84,23 @@ def build(folder: Path | None = None) -> Path:
     return target
 
 
+def build_flydsl_runtime(folder: Path | None = None) -> Path:
+    """The library of runtime calls for FlyDSL's launchers (flydsl_backend.py), built once like the core."""
+    source = SOURCES / "flydsl" / "runtime.c"
+    command = compiler()
+    key = hashlib.sha256(repr(command).encode() + source.read_bytes()).hexdigest()[:24]
+    folder = folder or cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"flydsl-{key}.so"
+    with FileLock(str(folder / "build.lock")):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                library = Path(temporary) / "runtime.so"
+                run([*command, "-x", "c", "-std=c11", "-O2", "-fPIC", "-shared", "-o", str(library), str(source)])
+                os.replace(library, target)
+    return target
+
+
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -66,7 +66,10 @@ def text_of(ins: Instruction) -> str:
         if name == "vdst" and ins.name in scalar_destination:
             number &= 0xFF
         sized = name if name in ins.fields.op_bits else name.removeprefix("v")
-        parts.append(operand(ins, number, ins.words(sized), _banks(ins, name)))
+        words = ins.words(sized)
+        if name == "addr" and ins.format in ("GLOBAL", "FLAT"):  # a whole address unless a scalar base stands beside it
+            words = 1 if ins.format == "GLOBAL" and ins.register("saddr") != 127 else 2
+        parts.append(operand(ins, number, words, _banks(ins, name)))
     tail = _modifiers(ins)
     return f"{ins.name.lower()} {', '.join(parts)}{tail}".strip()
 
