@@ -107,7 +107,7 @@ MAP3(V_ADD3_U32, a + b + c)
 MAP3(V_XAD_U32, (a ^ b) + c)
 MAP3(V_BFI_B32, (a & b) | (~a & c))
 MAP3(V_BFE_U32, (c & 31) ? a >> (b & 31) & ((1u << (c & 31)) - 1) : 0)
-MAP3(V_BFE_I32, (c & 31) ? u32(i32((a >> (b & 31)) << (32 - (c & 31))) >> (32 - (c & 31))) : 0)
+MAP3(V_BFE_I32, (c & 31) ? u32(i32(u32(i32(a) >> (b & 31)) << (32 - (c & 31))) >> (32 - (c & 31))) : 0)
 MAP3(V_ALIGNBIT_B32, u32((u64(a) << 32 | b) >> (c & 31)))
 MAP3(V_ALIGNBYTE_B32, u32((u64(a) << 32 | b) >> (8 * (c & 3))))
 static inline u32 min_u(u32 a, u32 b) { return a < b ? a : b; }
