@@ -14,8 +14,7 @@ HALVES = [0x0000, 0x0001, 0x03FF, 0x0400, 0x3555, 0x3BFF, 0x3C00, 0x3C01, 0x4000
 
 
 def _rows(values: np.ndarray) -> np.ndarray:
-    flat = np.concatenate([values, values[: -len(values) % 64]])
-    return flat.reshape(-1, 64)
+    return np.resize(values, (-(-len(values) // 64), 64))
 
 
 def integers(count: int, seed: int = 0, random_rows: int = 8) -> list[np.ndarray]:

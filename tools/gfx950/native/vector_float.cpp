@@ -230,6 +230,7 @@ OP(V_DIV_FIXUP_F32) {
         else if (d == 0 || std::isinf(n)) r[l] = sign | 0x7f800000u;
         else if (std::isinf(d) || n == 0) r[l] = sign;
         else if (exponent_of(n) - exponent_of(d) < -150) r[l] = sign;
+        else if (exponent_of(n) - exponent_of(d) >= 129) r[l] = sign | 0x7f800000u;  // the steps before may have made inf - inf
         else r[l] = (q & 0x7fffffffu) | sign;
     }
     commit_f32(w, I, r);
