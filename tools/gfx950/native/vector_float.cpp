@@ -185,9 +185,9 @@ OP(V_DIV_SCALE_F32) {
         } else {
             bool tiny_reciprocal = std::fpclassify(1.0f / d) == FP_SUBNORMAL;
             bool tiny_quotient = std::fpclassify(n / d) == FP_SUBNORMAL || (n / d == 0);
-            if (tiny_reciprocal && tiny_quotient) {
+            if (tiny_reciprocal && tiny_quotient) {  // a smaller denominator makes the quotient normal; DIV_FMAS undoes it
                 post = true;
-                if (x == d) out = std::ldexp(x, 64);
+                if (x == d) out = std::ldexp(x, -64);
             } else if (tiny_reciprocal) {
                 out = std::ldexp(x, -64);
             } else if (tiny_quotient) {
