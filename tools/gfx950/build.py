@@ -25,7 +25,9 @@ from .errors import BuildError
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-warning-option",
-         "-Wno-psabi")  # fmt: skip
+         "-Wno-psabi", "-mprefer-vector-width=512")  # fmt: skip
+
+CONTRACTED = ("-ffp-contract=fast",)
 
 
 def compiler() -> list[str]:
@@ -61,7 +63,7 @@ def build(folder: Path | None = None) -> Path:
     command = compiler()
     files = sorted(SOURCES.glob("*.cpp"))
     headers = sorted(SOURCES.glob("*.h"))
-    key = hashlib.sha256(repr((command, FLAGS, processor())).encode())
+    key = hashlib.sha256(repr((command, FLAGS, CONTRACTED, processor())).encode())
     for f in files + headers:
         key.update(f.name.encode() + f.read_bytes())
     folder = folder or cache_folder()
@@ -74,7 +76,8 @@ def build(folder: Path | None = None) -> Path:
             objects = [Path(temporary) / (f.stem + ".o") for f in files]
 
             def one(job: tuple[Path, Path]) -> None:
-                run([*command, *FLAGS, "-march=native", "-c", str(job[0]), "-o", str(job[1])])
+                extra = CONTRACTED if job[0].name == "matrix.cpp" else ()
+                run([*command, *FLAGS, *extra, "-march=native", "-c", str(job[0]), "-o", str(job[1])])
 
             with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
                 list(pool.map(one, zip(files, objects, strict=True)))

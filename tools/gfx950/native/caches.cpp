@@ -5,6 +5,9 @@
 // first level that it may use: plain loads any copy in their L2, however old; device-scope loads pass the L2; system-scope
 // loads pass both. A wave always sees the bytes that its own XCD has not written back. Nothing is written back or dropped
 // before buffer_wbl2, buffer_inv or the end of the kernel demands it.
+#include <algorithm>
+#include <cstdlib>
+
 #include "machine.h"
 
 namespace gfx950 {
@@ -12,6 +15,12 @@ namespace gfx950 {
 static bool bit(const u64* m, u32 k) { return m[k >> 6] >> (k & 63) & 1; }
 static void set(u64* m, u32 k) { m[k >> 6] |= u64(1) << (k & 63); }
 static void drop(u64* m, u32 k) { m[k >> 6] &= ~(u64(1) << (k & 63)); }
+static void range(u32 first, u32 n, u64* m) {  // bits [first, first + n) of a line's 128
+    for (int half = 0; half < 2; half++) {
+        u32 low = std::max<i64>(i64(first) - 64 * half, 0), high = u32(std::clamp<i64>(i64(first) + n - 64 * half, 0, 64));
+        m[half] = high > low ? (high - low == 64 ? ~u64(0) : ((u64(1) << (high - low)) - 1) << low) : 0;
+    }
+}
 static u8* memory(u64 address) { return reinterpret_cast<u8*>(address); }
 
 static LineState& state_of(Region& r, u64 line) {
@@ -21,10 +30,18 @@ static LineState& state_of(Region& r, u64 line) {
 }
 static u32 visible(const Region& r, u64 base) { return u32(r.high > base + LINE ? LINE : r.high - base); }
 
+Line& Caches::at(u64 number) {
+    if (!hot || hot_number != number) {
+        hot = &lines[number];
+        hot_number = number;
+    }
+    return *hot;
+}
+
 // From here on the line's copies are explicit: every cache that held it untouched gets a clean copy of the old bytes.
 Line& Caches::track(Region& r, u64 number) {
     LineState& state = state_of(r, number);
-    Line& line = lines[number];
+    Line& line = at(number);
     if (state.tracked) return line;
     state.tracked = 1;
     u64 base = number * LINE;
@@ -57,7 +74,7 @@ void Caches::read_line(Wave& w, Region& r, u64 number, u32 offset, u8* out, u32 
         std::memcpy(out, memory(base + offset), n);
         return;
     }
-    Line& line = lines[number];
+    Line& line = at(number);
     Copy* near = nullptr;
     auto found = line.l2.find(l2);
     if (found != line.l2.end()) near = &found->second;
@@ -68,6 +85,18 @@ void Caches::read_line(Wave& w, Region& r, u64 number, u32 offset, u8* out, u32 
         auto f = line.device.find(device);
         if (f != line.device.end()) far = &f->second;
         else if (scope < SCOPE_SYSTEM) far = &line.device[device];
+    }
+    if (near && scope < SCOPE_DEVICE) {  // everything in the near copy
+        u64 span[2];
+        range(offset, n, span);
+        if ((near->valid[0] & span[0]) == span[0] && (near->valid[1] & span[1]) == span[1]) {
+            std::memcpy(out, near->data + offset, n);
+            return;
+        }
+    }
+    if (!near && !far) {
+        std::memcpy(out, memory(base + offset), n);
+        return;
     }
     for (u32 i = 0; i < n; i++) {
         u32 k = offset + i;
@@ -123,10 +152,12 @@ void Caches::write_line(Wave& w, Region& r, u64 number, u32 offset, const u8* in
         Copy& near = line.l2[l2];
         if (!(near.valid[0] | near.valid[1])) held[l2].push_back(number);
         if (!(near.dirty[0] | near.dirty[1])) dirty[l2].push_back(number);
-        for (u32 i = 0; i < n; i++) {
-            near.data[offset + i] = in[i];
-            set(near.valid, offset + i);
-            set(near.dirty, offset + i);
+        u64 span[2];
+        range(offset, n, span);
+        std::memcpy(near.data + offset, in, n);
+        for (int half = 0; half < 2; half++) {
+            near.valid[half] |= span[half];
+            near.dirty[half] |= span[half];
         }
         near.writer_pc = w.program[w.pc].pc;
         near.writer_wave = w.id;
@@ -134,13 +165,19 @@ void Caches::write_line(Wave& w, Region& r, u64 number, u32 offset, const u8* in
         return;
     }
     auto found = line.l2.find(l2);
-    for (u32 i = 0; i < n; i++) {
-        if (found != line.l2.end()) {
-            drop(found->second.valid, offset + i);
-            drop(found->second.dirty, offset + i);
+    if (found != line.l2.end()) {
+        u64 span[2];
+        range(offset, n, span);
+        for (int half = 0; half < 2; half++) {
+            found->second.valid[half] &= ~span[half];
+            found->second.dirty[half] &= ~span[half];
         }
-        store_below_l2(line, base, device, offset + i, in[i], scope);
     }
+    if (devices == 1) {
+        std::memcpy(memory(base + offset), in, n);
+        return;
+    }
+    for (u32 i = 0; i < n; i++) store_below_l2(line, base, device, offset + i, in[i], scope);
 }
 
 void Caches::read(Wave& w, Region& r, u64 address, u8* out, u32 n, int scope) {

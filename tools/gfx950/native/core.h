@@ -59,6 +59,11 @@ struct RegisterSet {
         for (int i = 0; i < 8; i++) hit |= word[i] & o[i];
         return hit != 0;
     }
+    bool empty() const {
+        u64 any = 0;
+        for (int i = 0; i < 8; i++) any |= word[i];
+        return !any;
+    }
     bool lacks(const u32* other) const {
         u64 o[8], hit = 0;
         std::memcpy(o, other, sizeof o);
@@ -71,6 +76,15 @@ struct RegisterSet {
         for (int i = 0; i < 8; i++) word[i] |= o[i];
     }
 };
+
+// One word of ones or zeros for each bit.
+inline void expand(u64 bits, u32* mask) {
+    u32 low = u32(bits), high = u32(bits >> 32);
+    for (int l = 0; l < 32; l++) {
+        mask[l] = u32(0) - (low >> l & 1);
+        mask[32 + l] = u32(0) - (high >> l & 1);
+    }
+}
 
 enum class State : i32 { Running, Barrier, Done };
 
@@ -87,7 +101,7 @@ struct Wave {
     const Ins* program = nullptr;
     i32 pc = 0, next = 0, id = 0;
     State state = State::Running;
-    bool yield = false;
+    bool yield = false, outstanding = false;
     u32 scc = 0, mode = 0;
     bool flush32 = false, flush16 = false, ieee = false, fp16_ovfl = false;
     u64 executed = 0, sleep_until = 0;
@@ -115,7 +129,7 @@ struct Wave {
         u64 e = exec();
         if (e == mask_of) return;
         mask_of = e;
-        for (int l = 0; l < LANES; l++) mask[l] = u32(0) - u32((e >> l) & 1);
+        expand(e, mask);
     }
     void apply_mode();
     [[noreturn]] void fail(const char* kind, const std::string& text) const;

@@ -92,6 +92,16 @@ static void bounds(MemOp& op) {
     op.low = ~u64(0);
     op.high = 0;
     u32 bytes = op.size * std::max<u32>(1, op.step);
+    if (op.lanes == ALL) {
+        u64 low = op.low, high = 0;
+        EACH_LANE {
+            low = std::min(low, op.address[l]);
+            high = std::max(high, op.address[l]);
+        }
+        op.low = low;
+        op.high = high + bytes;
+        return;
+    }
     for (u64 m = op.lanes; m; m &= m - 1) {
         u64 a = op.address[__builtin_ctzll(m)];
         op.low = std::min(op.low, a);
@@ -171,6 +181,15 @@ static void fetch(Wave& w, const Ins& I, const MemOp& op, int l, u32* x, int sco
     for (u32 k = 0; k < step; k++)
         if (!(op.zero[k] >> l & 1)) load_bytes(w, I, op.address[l] + 4 * k, x + k, op.size, scope, l);
 }
+// The region that holds all lanes' dwords, when no lane needs a look of its own.
+static Region* whole_region(Wave& w, const MemOp& op, bool store) {
+    if ((op.zero[0] | op.zero[1] | op.zero[2] | op.zero[3]) || (op.ins->flags & F_FLAT) || op.high - op.low > (1u << 30)) return nullptr;
+    u64 low_bits = 0;
+    EACH_LANE low_bits |= op.address[l];
+    if (op.size != 4 || (low_bits & 3)) return nullptr;
+    Region* r = find_region(w, op.low, u32(op.high - op.low), store);
+    return r && !r->known ? r : nullptr;
+}
 template <int BYTES, bool EXTEND, int PART>
 static void perform_load(Wave& w, MemOp& op) {
     const Ins& I = *op.ins;
@@ -178,9 +197,9 @@ static void perform_load(Wave& w, MemOp& op) {
     int scope = scope_of(I);
     u32 step = std::max<u32>(1, op.step), lanes = u32(__builtin_popcountll(op.lanes));
     w.machine->count(w, SPACE_GLOBAL, scope, false, u64(lanes) * op.size * step);
-    if (!w.machine->weak() && BYTES == 4 && op.lanes && !(op.zero[0] | op.zero[1] | op.zero[2] | op.zero[3]) && !(I.flags & F_FLAT)) {
-        Region* r = find_region(w, op.low, u32(std::min<u64>(op.high - op.low, 1u << 30)), false);
-        if (r && !r->known && op.high - op.low < (1u << 30) && !((op.low | op.high) & 3)) {  // all inside one region: copy
+    if (!w.machine->weak() && BYTES == 4 && op.lanes) {
+        Region* r = whole_region(w, op, false);
+        if (r) {
             for (u64 m = op.lanes; m; m &= m - 1) {
                 int l = __builtin_ctzll(m);
                 const u32* p = reinterpret_cast<const u32*>(op.address[l]);
@@ -253,6 +272,15 @@ static void perform_store(Wave& w, MemOp& op) {
     u32 step = std::max<u32>(1, op.step);
     w.machine->count(w, SPACE_GLOBAL, scope, true, u64(__builtin_popcountll(op.lanes)) * op.size * step);
     u64 any = op.zero[0] | op.zero[1] | op.zero[2] | op.zero[3];
+    w.machine->effect();
+    if (!w.machine->weak() && op.lanes && whole_region(w, op, true)) {
+        for (u64 m = op.lanes; m; m &= m - 1) {
+            int l = __builtin_ctzll(m);
+            u32* p = reinterpret_cast<u32*>(op.address[l]);
+            for (u32 k = 0; k < step; k++) p[k] = op.data[k][l];
+        }
+        return;
+    }
     for (u64 m = op.lanes; m; m &= m - 1) {
         int l = __builtin_ctzll(m);
         u32 x[4];
@@ -266,7 +294,6 @@ static void perform_store(Wave& w, MemOp& op) {
                 if (!(op.zero[k] >> l & 1)) store_bytes(w, I, op.address[l] + 4 * k, x + k, op.size, scope, l);
         }
     }
-    w.machine->effect();
 }
 static void store(Wave& w, const Ins& I, u32 bytes, bool high, Where where, int from) {
     MemOp op;

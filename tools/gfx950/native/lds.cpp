@@ -59,6 +59,52 @@ static void count(Wave& w, u64 lanes, u32 bytes, bool store) {
     w.machine->count(w, SPACE_LDS, SCOPE_GROUP, store, u64(__builtin_popcountll(lanes)) * bytes);
 }
 
+// True when no lane needs a look of its own: all inside, all aligned, nothing followed byte by byte.
+static bool plain(Wave& w, u64 lanes, const u32* address, u32 bytes) {
+    if (!w.group->lds_known.empty()) return false;
+    u32 most = 0, low_bits = 0;
+    if (lanes == ALL) {
+        EACH_LANE {
+            most = std::max(most, address[l]);
+            low_bits |= address[l];
+        }
+    } else {
+        for (u64 m = lanes; m; m &= m - 1) {
+            most = std::max(most, address[__builtin_ctzll(m)]);
+            low_bits |= address[__builtin_ctzll(m)];
+        }
+    }
+    return u64(most) + bytes <= w.group->lds_bytes && !(low_bits & (bytes == 12 ? 15 : bytes - 1));
+}
+template <int WORDS>
+static void gather(Wave& w, u64 lanes, const u32* address, int row) {
+    const u8* base = reinterpret_cast<const u8*>(w.group->lds.data());
+    u32* d = w.row(row);
+    for (u64 m = lanes; m; m &= m - 1) {
+        int l = __builtin_ctzll(m);
+        u32 x[WORDS];
+        std::memcpy(x, base + address[l], sizeof x);
+        for (int k = 0; k < WORDS; k++) d[k * LANES + l] = x[k];
+    }
+}
+static void gather(Wave& w, u64 lanes, const u32* address, int row, u32 words) {
+    if (words == 1) gather<1>(w, lanes, address, row);
+    else if (words == 2) gather<2>(w, lanes, address, row);
+    else if (words == 3) gather<3>(w, lanes, address, row);
+    else gather<4>(w, lanes, address, row);
+}
+template <int WORDS>
+static void scatter(Wave& w, u64 lanes, const u32* address, int row) {
+    u8* base = reinterpret_cast<u8*>(w.group->lds.data());
+    const u32* s = w.row(row);
+    for (u64 m = lanes; m; m &= m - 1) {
+        int l = __builtin_ctzll(m);
+        u32 x[WORDS];
+        for (int k = 0; k < WORDS; k++) x[k] = s[k * LANES + l];
+        std::memcpy(base + address[l], x, sizeof x);
+    }
+}
+
 // ---- loads -------------------------------------------------------------------------------------------------------------------
 
 static void read(Wave& w, const Ins& I, u32 bytes, u32 offset, int row) {
@@ -66,11 +112,15 @@ static void read(Wave& w, const Ins& I, u32 bytes, u32 offset, int row) {
     u32 address[LANES], words = bytes / 4;
     u64 lanes = w.exec();
     EACH_LANE address[l] = A[l] + offset;
-    for (u64 m = lanes; m; m &= m - 1) {
-        int l = __builtin_ctzll(m);
-        u32 x[4];
-        lds_load(w, I, address[l], x, bytes, l);
-        for (u32 k = 0; k < words; k++) w.row(row + int(k))[l] = x[k];
+    if (plain(w, lanes, address, bytes)) {
+        gather(w, lanes, address, row, words);
+    } else {
+        for (u64 m = lanes; m; m &= m - 1) {
+            int l = __builtin_ctzll(m);
+            u32 x[4];
+            lds_load(w, I, address[l], x, bytes, l);
+            for (u32 k = 0; k < words; k++) w.row(row + int(k))[l] = x[k];
+        }
     }
     count(w, lanes, bytes, false);
     count_conflicts(w, lanes, address, bytes);
@@ -95,7 +145,8 @@ static void read_two(Wave& w, const Ins& I, u32 bytes, u32 unit) {
         u64 lanes = w.exec();
         u32 at[LANES];
         EACH_LANE at[l] = address[l] + offset;
-        for (u64 m = lanes; m; m &= m - 1) {
+        if (plain(w, lanes, at, bytes)) gather(w, lanes, at, I.dst + h * int(bytes) / 4, bytes / 4);
+        else for (u64 m = lanes; m; m &= m - 1) {
             int l = __builtin_ctzll(m);
             u32 x[2];
             lds_load(w, I, at[l], x, bytes, l);
@@ -199,7 +250,12 @@ static void write(Wave& w, const Ins& I, u32 bytes, u32 offset, int row, int shi
     count_conflicts(w, lanes, address, std::max<u32>(bytes, 4));
     if (!w.machine->weak()) {
         int words = std::max<int>(1, int(bytes) / 4);
-        for (u64 m = lanes; m; m &= m - 1) {
+        if (bytes >= 4 && plain(w, lanes, address, bytes)) {
+            if (words == 1) scatter<1>(w, lanes, address, row);
+            else if (words == 2) scatter<2>(w, lanes, address, row);
+            else if (words == 3) scatter<3>(w, lanes, address, row);
+            else scatter<4>(w, lanes, address, row);
+        } else for (u64 m = lanes; m; m &= m - 1) {
             int l = __builtin_ctzll(m);
             u32 x[4];
             for (int k = 0; k < words; k++) x[k] = w.row(row + k)[l] >> shift;

@@ -10,7 +10,7 @@
 
 namespace gfx950 {
 
-enum Element { E_FP8 = IS_FP8, E_BF8, E_FP6, E_BF6, E_FP4, E_F32, E_F16, E_BF16, E_I8 };
+enum Element { E_FP8 = IS_FP8, E_BF8, E_FP6, E_BF6, E_FP4, E_F32, E_F16, E_BF16 };
 
 struct Shape {
     int m, k, blocks;
@@ -19,47 +19,53 @@ struct Shape {
     int outputs() const { return m * m * blocks / LANES; }
 };
 
-static inline float element(const u32* rows, int type, int j, int l) {
-    switch (type) {
-        case E_F32: return real(rows[j * LANES + l]);
-        case E_F16: return half_real(rows[(j >> 1) * LANES + l] >> (16 * (j & 1)) & 0xffff);
-        case E_BF16: return real((j & 1) ? rows[(j >> 1) * LANES + l] & 0xffff0000u : rows[(j >> 1) * LANES + l] << 16);
-        case E_I8: return float(i8(rows[(j >> 2) * LANES + l] >> (8 * (j & 3))));
-        case E_FP8:
-        case E_BF8: return DECODE[type][rows[(j >> 2) * LANES + l] >> (8 * (j & 3)) & 255];
-        case E_FP4: return DECODE[type][rows[(j >> 3) * LANES + l] >> (4 * (j & 7)) & 15];
+template <int TYPE>
+static inline float element(const u32* rows, int j, int l) {
+    if constexpr (TYPE == E_F32) {
+        return real(rows[j * LANES + l]);
+    } else if constexpr (TYPE == E_F16) {
+        return narrow<5, 10, 15, true, false>(rows[(j >> 1) * LANES + l] >> (16 * (j & 1)));
+    } else if constexpr (TYPE == E_BF16) {
+        return real((j & 1) ? rows[(j >> 1) * LANES + l] & 0xffff0000u : rows[(j >> 1) * LANES + l] << 16);
+    } else if constexpr (TYPE == E_FP8) {
+        return narrow<4, 3, 7, false, true>(rows[(j >> 2) * LANES + l] >> (8 * (j & 3)));
+    } else if constexpr (TYPE == E_BF8) {
+        return narrow<5, 2, 15, true, false>(rows[(j >> 2) * LANES + l] >> (8 * (j & 3)));
+    } else if constexpr (TYPE == E_FP4) {
+        return narrow<2, 1, 1, false, false>(rows[(j >> 3) * LANES + l] >> (4 * (j & 7)));
+    } else {
+        int bit = 6 * j;
+        u32 x = rows[(bit >> 5) * LANES + l] >> (bit & 31);
+        if ((bit & 31) > 26) x |= rows[((bit >> 5) + 1) * LANES + l] << (32 - (bit & 31));
+        return TYPE == E_FP6 ? narrow<2, 3, 1, false, false>(x) : narrow<3, 2, 3, false, false>(x);
     }
-    int bit = 6 * j;
-    u32 x = rows[(bit >> 5) * LANES + l] >> (bit & 31);
-    if ((bit & 31) > 26) x |= rows[((bit >> 5) + 1) * LANES + l] << (32 - (bit & 31));
-    return DECODE[type][x & 63];
 }
 
 // out[k][i] for one block; the lanes of a group are contiguous, so the inner loop is over them.
-template <int TYPE>
+template <int TYPE, int M>
 static void spread(const u32* rows, const Shape& s, int block, float* out) {
     int run = s.run();
     bool split = (TYPE == E_FP8 || TYPE == E_BF8) && run == 32;
     for (int g = 0; g < s.groups(); g++) {
-        int first = (block * s.groups() + g) * s.m;
+        int first = (block * s.groups() + g) * M;
         for (int j = 0; j < run; j++) {
             int k = split ? (j >> 4) * (s.k / 2) + g * 16 + (j & 15) : g * run + j;
-            float* o = out + k * s.m;
-            for (int i = 0; i < s.m; i++) o[i] = element(rows, TYPE, j, first + i);
+            float* o = out + k * M;
+            for (int i = 0; i < M; i++) o[i] = element<TYPE>(rows, j, first + i);
         }
     }
 }
+template <int M>
 static void spread(const u32* rows, int type, const Shape& s, int block, float* out) {
     switch (type) {
-        case E_F32: return spread<E_F32>(rows, s, block, out);
-        case E_F16: return spread<E_F16>(rows, s, block, out);
-        case E_BF16: return spread<E_BF16>(rows, s, block, out);
-        case E_I8: return spread<E_I8>(rows, s, block, out);
-        case E_FP8: return spread<E_FP8>(rows, s, block, out);
-        case E_BF8: return spread<E_BF8>(rows, s, block, out);
-        case E_FP6: return spread<E_FP6>(rows, s, block, out);
-        case E_BF6: return spread<E_BF6>(rows, s, block, out);
-        default: return spread<E_FP4>(rows, s, block, out);
+        case E_F32: return spread<E_F32, M>(rows, s, block, out);
+        case E_F16: return spread<E_F16, M>(rows, s, block, out);
+        case E_BF16: return spread<E_BF16, M>(rows, s, block, out);
+        case E_FP8: return spread<E_FP8, M>(rows, s, block, out);
+        case E_BF8: return spread<E_BF8, M>(rows, s, block, out);
+        case E_FP6: return spread<E_FP6, M>(rows, s, block, out);
+        case E_BF6: return spread<E_BF6, M>(rows, s, block, out);
+        default: return spread<E_FP4, M>(rows, s, block, out);
     }
 }
 
@@ -75,82 +81,91 @@ static inline void place(const Shape& s, int v, int l, int& block, int& row, int
     block = v / per;
     row = s.m == 16 ? 4 * (l / 16) + q : 8 * (q / 4) + 4 * (l / 32) + (q & 3);
 }
+// Calls f(lane, offset in the squares) for every run of M lanes of result v: they are one row.
+template <int M, class F>
+static inline void each_row(const Shape& s, int v, F f) {
+    for (int l = 0; l < LANES; l += M) {
+        int block, row, column;
+        place(s, v, l, block, row, column);
+        f(l, (block * M + row) * M);
+    }
+}
 
 struct Scales {
-    bool on = false;
     float a[4 * 32], b[4 * 32];  // [K / 32][row]
 };
 
-template <int M>
+// C += A * B, a tile of 8 x 16 (4 x 4) results at a time, a row of it in one vector; with scales, each slice of 32 along K
+// has its own factors. This file is compiled with contraction, so that a product and a sum are one fused operation.
+template <int M, bool SCALED>
 static void multiply(const float* A, const float* B, const Shape& s, const Scales& scales, float* C) {
     constexpr int W = M < 16 ? M : 16, R = M < 8 ? M : 8;
-    int parts = scales.on ? s.k / 32 : 1, length = s.k / parts;
+    typedef float Row __attribute__((vector_size(4 * W), aligned(4)));
+    int parts = SCALED ? s.k / 32 : 1, length = s.k / parts;
     for (int j0 = 0; j0 < M; j0 += W)
         for (int i0 = 0; i0 < M; i0 += R) {
-            float sum[R][W];
-            for (int i = 0; i < R; i++)
-                for (int j = 0; j < W; j++) sum[i][j] = scales.on ? 0.f : C[(i0 + i) * M + j0 + j];
+            float* c = C + i0 * M + j0;
             for (int p = 0; p < parts; p++) {
-                float part[R][W];
-                for (int i = 0; i < R; i++)
-                    for (int j = 0; j < W; j++) part[i][j] = scales.on ? 0.f : sum[i][j];
-                for (int k = p * length; k < (p + 1) * length; k++) {
-                    const float *a = A + k * M + i0, *b = B + k * M + j0;
-                    for (int i = 0; i < R; i++)
-                        for (int j = 0; j < W; j++) part[i][j] = __builtin_fmaf(a[i], b[j], part[i][j]);
+                Row sum[R];
+                for (int i = 0; i < R; i++) {
+                    if (SCALED) sum[i] = Row{};
+                    else std::memcpy(&sum[i], c + i * M, sizeof(Row));
                 }
-                for (int i = 0; i < R; i++)
-                    for (int j = 0; j < W; j++)
-                        sum[i][j] = scales.on ? float(double(part[i][j]) * scales.a[p * M + i0 + i] * scales.b[p * M + j0 + j] + sum[i][j])
-                                              : part[i][j];
+                const float *a = A + p * length * M + i0, *b = B + p * length * M + j0;
+                for (int k = 0; k < length; k++, a += M, b += M) {
+                    Row row;
+                    std::memcpy(&row, b, sizeof row);
+                    for (int i = 0; i < R; i++) sum[i] = row * a[i] + sum[i];
+                }
+                for (int i = 0; i < R; i++) {
+                    if (SCALED)
+                        for (int j = 0; j < W; j++)
+                            c[i * M + j] = float(double(sum[i][j]) * scales.a[p * M + i0 + i] * scales.b[p * M + j0 + j] + c[i * M + j]);
+                    else
+                        std::memcpy(c + i * M, &sum[i], sizeof(Row));
+                }
             }
-            for (int i = 0; i < R; i++)
-                for (int j = 0; j < W; j++) {
-                    float& c = C[(i0 + i) * M + j0 + j];
-                    c = scales.on ? c + sum[i][j] : sum[i][j];
-                }
         }
 }
 
-static void matrix(Wave& w, const Ins& I, const Shape& s, int type_a, int type_b, bool scaled = false) {
-    if (I.a < VECTOR || I.b < VECTOR) w.fail("unsupported", "a scalar A or B operand of MFMA");
+template <int M>
+static void matrix_of(Wave& w, const Ins& I, const Shape& s, int type_a, int type_b, bool scaled) {
     alignas(64) static thread_local float A[32 * 128], B[32 * 128];
+    alignas(64) float C[32 * 32 * 2];
+    for (int v = 0; v < s.outputs(); v++) {
+        if (I.c >= VECTOR) {
+            const u32* c = w.row(I.c + v);
+            each_row<M>(s, v, [&](int l, int at) { std::memcpy(C + at, c + l, 4 * M); });
+        } else {
+            each_row<M>(s, v, [&](int, int at) { std::fill(C + at, C + at + M, real(w.s[I.c])); });
+        }
+    }
     Scales scales;
-    if (scaled) {
-        scales.on = true;
+    if (scaled)
         for (int side = 0; side < 2; side++) {
             Source e(w, side ? I.imm : I.dst2);
             int byte = (side ? I.imm2 >> 2 : I.imm2) & 3;
-            EACH_LANE (side ? scales.b : scales.a)[l / s.m * s.m + l % s.m] = exponent_scale(e[l] >> (8 * byte) & 255);
+            EACH_LANE {
+                u32 x = e[l] >> (8 * byte) & 255;  // 2^(x - 127); a denormal for 0, NaN for 255
+                (side ? scales.b : scales.a)[l] = x == 255 ? NAN : real(x ? x << 23 : 1u << 22);
+            }
         }
-    }
-    alignas(64) float C[32 * 32 * 2];
-    int square = s.m * s.m, block, row, column;
-    u32 spread_c[LANES];
-    for (int v = 0; v < s.outputs(); v++) {
-        const u32* c = spread_c;
-        if (I.c >= VECTOR) c = w.row(I.c + v);
-        else std::fill(spread_c, spread_c + LANES, w.s[I.c]);
-        EACH_LANE {
-            place(s, v, l, block, row, column);
-            C[block * square + row * s.m + column] = real(c[l]);
-        }
-    }
     for (int b = 0; b < s.blocks; b++) {
-        spread(w.row(I.a), type_a, s, b, A);
-        spread(w.row(I.b), type_b, s, b, B);
-        float* c = C + b * square;
-        if (s.m == 4) multiply<4>(A, B, s, scales, c);
-        else if (s.m == 16) multiply<16>(A, B, s, scales, c);
-        else multiply<32>(A, B, s, scales, c);
+        spread<M>(w.row(I.a), type_a, s, b, A);
+        spread<M>(w.row(I.b), type_b, s, b, B);
+        if (scaled) multiply<M, true>(A, B, s, scales, C + b * M * M);
+        else multiply<M, false>(A, B, s, scales, C + b * M * M);
     }
     for (int v = 0; v < s.outputs(); v++) {
         u32* d = w.row(I.dst + v);
-        EACH_LANE {
-            place(s, v, l, block, row, column);
-            d[l] = bits(C[block * square + row * s.m + column]);
-        }
+        each_row<M>(s, v, [&](int l, int at) { std::memcpy(d + l, C + at, 4 * M); });
     }
+}
+static void matrix(Wave& w, const Ins& I, const Shape& s, int type_a, int type_b, bool scaled = false) {
+    if (I.a < VECTOR || I.b < VECTOR) w.fail("unsupported", "a scalar A or B operand of MFMA");
+    if (s.m == 16) matrix_of<16>(w, I, s, type_a, type_b, scaled);
+    else if (s.m == 32) matrix_of<32>(w, I, s, type_a, type_b, scaled);
+    else matrix_of<4>(w, I, s, type_a, type_b, scaled);
 }
 
 // Integers are exact, so they go through 32-bit sums of their own.

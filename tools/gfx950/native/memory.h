@@ -67,6 +67,9 @@ struct Caches {
     std::string explain(u64 address, u32 n) const;       // who holds an unseen store to these bytes
 
    private:
+    Line* hot = nullptr;  // the line asked for last
+    u64 hot_number = 0;
+    Line& at(u64 number);
     Line& track(Region& r, u64 line);
     void read_line(Wave& w, Region& r, u64 line, u32 offset, u8* out, u32 n, int scope);
     void write_line(Wave& w, Region& r, u64 line, u32 offset, const u8* in, u32 n, int scope);

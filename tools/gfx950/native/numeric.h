@@ -59,6 +59,20 @@ u32 half_bits_toward_zero(float f);
 // The result of a half operation computed in double and rounded once (exact for +, *, and fused multiply-add).
 inline u32 half_result(double x) { return half_bits_slow(x); }
 
+// A narrow code as a float, in plain integer steps so that loops over lanes become vector code. E8M0-less formats only:
+// EXPONENT and MANTISSA bits, and whether the top exponent means infinity or NaN (INF), or only its last code NaN (LAST).
+template <int EXPONENT, int MANTISSA, int BIAS, bool INF, bool LAST>
+inline float narrow(u32 x) {
+    constexpr u32 low = (1u << (EXPONENT + MANTISSA)) - 1, top = ((1u << EXPONENT) - 1) << MANTISSA;
+    u32 v = (x & low) << (23 - MANTISSA);
+    float normal = real(v + (u32(127 - BIAS) << 23));
+    float denormal = real(v + (u32(128 - BIAS) << 23)) - real(u32(128 - BIAS) << 23);
+    u32 r = bits((x & top) ? normal : denormal);
+    if (INF) r = (x & top) == top ? v | 0x7f800000u : r;
+    if (LAST) r = (x & low) == low ? 0x7fc00000u : r;
+    return real(r | (x >> (EXPONENT + MANTISSA) & 1) << 31);
+}
+
 inline float exponent_scale(u32 e) { return e == 255 ? NAN : std::ldexp(1.f, int(e) - 127); }  // E8M0
 
 inline bool is_nan(u32 x) { return (x & 0x7fffffffu) > 0x7f800000u; }

@@ -25,18 +25,38 @@ static int dpp_source(u32 control, int l) {
     return -1;
 }
 
-static void apply_dpp(Wave& w, const Ins& I, const u32* plain, u32* out) {
-    u64 exec = w.exec(), through = 0;
-    u32 rows = I.dpp_mask & 15, banks = I.dpp_mask >> 4 & 15;
-    bool bound = I.dpp_mask >> 8 & 1;  // a lane with no source reads 0 instead of being left alone
-    EACH_LANE {
-        int from = dpp_source(I.dpp, l);
-        bool valid = from >= 0 && (exec >> from & 1);
-        out[l] = valid ? plain[from] : 0;
-        bool chosen = (rows >> (l >> 4) & 1) && (banks >> ((l >> 2) & 3) & 1);
-        if (chosen && (valid || bound)) through |= u64(1) << l;
+struct DppTable {
+    bool made = false;
+    u32 from[LANES];
+    u64 exists = 0;  // lanes that have a source
+};
+static const DppTable& dpp_table(u32 control) {
+    static DppTable tables[512];
+    DppTable& t = tables[control & 511];
+    if (!t.made) {
+        EACH_LANE {
+            int from = dpp_source(control & 511, l);
+            t.from[l] = from < 0 ? 0 : u32(from);
+            t.exists |= u64(from >= 0) << l;
+        }
+        t.made = true;
     }
-    w.dpp_lanes = through;
+    return t;
+}
+static void apply_dpp(Wave& w, const Ins& I, const u32* plain, u32* out) {
+    const DppTable& t = dpp_table(I.dpp);
+    u64 exec = w.exec(), valid = t.exists, chosen = 0;
+    if (exec != ALL)
+        EACH_LANE if (!(exec >> t.from[l] & 1)) valid &= ~(u64(1) << l);
+    for (int row = 0; row < 4; row++)
+        if (I.dpp_mask >> row & 1)
+            for (int bank = 0; bank < 4; bank++)
+                if (I.dpp_mask >> (4 + bank) & 1) chosen |= u64(15) << (16 * row + 4 * bank);
+    alignas(64) u32 mask[LANES];
+    expand(valid, mask);
+    EACH_LANE out[l] = plain[t.from[l]] & mask[l];
+    bool bound = I.dpp_mask >> 8 & 1;  // a lane with no source reads 0 instead of being left alone
+    w.dpp_lanes = chosen & (bound ? ALL : valid);
 }
 
 static u32 sdwa_select(u32 x, u32 sel, bool extend) {
@@ -70,12 +90,14 @@ void commit_routed(Wave& w, const Ins& I, int row, const u32* r) {
     u32* d = w.row(row);
     u64 lanes = active(w, I);
     u32 sel = (I.flags & F_SDWA) && !(I.flags & F_SDWA_SDST) ? I.sdwa & 7 : 6, unused = I.sdwa >> 3 & 3;
+    if (sel == 6) {
+        alignas(64) u32 mask[LANES];
+        expand(lanes, mask);
+        EACH_LANE d[l] = (r[l] & mask[l]) | (d[l] & ~mask[l]);
+        return;
+    }
     EACH_LANE {
         if (!(lanes >> l & 1)) continue;
-        if (sel == 6) {
-            d[l] = r[l];
-            continue;
-        }
         u32 width = sel < 4 ? 8 : 16, at = sel < 4 ? 8 * sel : 16 * (sel - 4);
         u32 field = (width == 8 ? 0xffu : 0xffffu) << at, x = (r[l] << at) & field;
         u32 top = 1u << (at + width - 1);

@@ -4,6 +4,7 @@
 namespace gfx950 {
 
 static void rebuild_busy(Wave& w) {
+    w.outstanding = !w.pending->vector.empty() || !w.pending->lgkm.empty();
     w.busy.clear();
     w.busy_s[0] = w.busy_s[1] = 0;
     for (auto* queue : {&w.pending->vector, &w.pending->lgkm})
@@ -42,6 +43,7 @@ void note_issue(Wave& w, const Ins& I, MemOp* op) {
         if (p.lgkm.size() == 15) wait_counters(w, 63, 14);
         p.lgkm.push_back({&I, (I.flags & F_VMEM) ? nullptr : op});
     }
+    w.outstanding = true;
     w.busy.add(I.vwrite);
     if (I.flags & F_SMEM) {
         w.busy_s[0] |= u64(I.swrite[0]) | u64(I.swrite[1]) << 32;
@@ -167,7 +169,7 @@ static void check_busy(Wave& w, const Ins& I) {
 }
 
 void check_registers(Wave& w, const Ins& I) {
-    if (w.machine->checks & CHECK_HAZARDS) {
+    if ((w.machine->checks & CHECK_HAZARDS) && w.outstanding) {
         u64 s0 = u64(I.sread[0] | I.swrite[0]) | u64(I.sread[1] | I.swrite[1]) << 32;
         u64 s1 = u64(I.sread[2] | I.swrite[2]) | u64(I.sread[3] | I.swrite[3]) << 32;
         if (w.busy.meets(I.vread) || w.busy.meets(I.vwrite) || (w.busy_s[0] & s0) || (w.busy_s[1] & s1)) check_busy(w, I);

@@ -107,13 +107,13 @@ RAW3(V_FMAAK_F32, bits(__builtin_fmaf(real(a), real(b), real(c))))
 
 OP(V_CNDMASK_B32) {
     SourceF32 A(w, I, 0), B(w, I, 1);
-    u64 m = w.s64(I.c);
-    alignas(64) u32 r[LANES];
+    alignas(64) u32 r[LANES], mask[LANES];
+    expand(w.s64(I.c), mask);
     if (w.flush32 && !((I.neg | I.abs) & 3)) {  // a plain move never flushes
         Source X(w, I, 0), Y(w, I, 1);
-        EACH_LANE r[l] = (m >> l & 1) ? Y[l] : X[l];
+        EACH_LANE r[l] = (Y[l] & mask[l]) | (X[l] & ~mask[l]);
     } else {
-        EACH_LANE r[l] = (m >> l & 1) ? B.raw(l) : A.raw(l);
+        EACH_LANE r[l] = (B.raw(l) & mask[l]) | (A.raw(l) & ~mask[l]);
     }
     commit(w, I, r);
 }
