@@ -132,6 +132,7 @@ class CodeObject:
             for s in section.iter_symbols()
         }
         self.metadata = self._metadata(elf)
+        self.lowered: dict[str, Any] = {}  # by kernel: kept by the emulator for later launches
 
     @staticmethod
     def _load(elf: ELFFile) -> bytes:
@@ -165,6 +166,7 @@ class CodeObject:
         (entry,) = struct.unpack_from("<q", self.image, at + 16)
         rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", self.image, at + 44)
         name = meta[".name"]
+        kernarg = max(kernarg, int(meta.get(".kernarg_segment_size", 0)))
         size = self.symbols[name][1]
         return Kernel(name, at + entry, size, lds, private, kernarg, rsrc1, rsrc2, rsrc3, properties, preload, meta)
 

@@ -10,7 +10,7 @@ from .lower import Program, signed
 NAMES = {102: "flat_scratch_lo", 103: "flat_scratch_hi", 106: "vcc", 107: "vcc_hi", 124: "m0", 126: "exec", 127: "exec_hi",
          235: "src_shared_base", 240: "0.5", 241: "-0.5", 242: "1.0", 243: "-1.0", 244: "2.0", 245: "-2.0", 246: "4.0",
          247: "-4.0", 248: "1/(2*pi)", 251: "vccz", 252: "execz", 253: "scc"}  # fmt: skip
-OPERANDS = ("vdst", "sdst", "sdata", "vdata", "addr", "vaddr", "saddr", "srsrc", "sbase", "soffset", "data0", "data1", "data",
+OPERANDS = ("vdst", "sdst", "sdata", "vdata", "addr", "vaddr", "data0", "data1", "data", "saddr", "srsrc", "sbase", "soffset",
             "ssrc0", "ssrc1", "src0", "vsrc0", "src1", "vsrc1", "src2", "scale_src0", "scale_src1")  # fmt: skip
 FLAGS = ("offen", "idxen", "sc0", "sc1", "nt", "lds", "acc", "clmp")
 

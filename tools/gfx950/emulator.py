@@ -109,16 +109,16 @@ class Emulator:
     def __init__(self, memory: Memory | None = None, **options: Any) -> None:
         self.memory = memory if memory is not None else Memory(strict=False)
         self.options = Options(**options)
-        self._programs: dict[tuple[int, str], tuple[CodeObject, Program]] = {}
 
     # ---- programs ----
 
-    def program(self, code_object: CodeObject, kernel: Kernel) -> Program:
+    @staticmethod
+    def program(code_object: CodeObject, kernel: Kernel) -> Program:
         """The lowered kernel, kept for the next launch."""
-        key = (id(code_object), kernel.name)
-        if key not in self._programs:
-            self._programs[key] = (code_object, Lowering(build.operations()).run(code_object, kernel))
-        return self._programs[key][1]
+        if kernel.name not in code_object.lowered:
+            code_object.lowered[kernel.name] = Lowering(build.operations()).run(code_object, kernel)
+        program: Program = code_object.lowered[kernel.name]
+        return program
 
     def launch(
         self,

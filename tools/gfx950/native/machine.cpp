@@ -243,6 +243,14 @@ void Machine::detect_deadlock(std::vector<std::unique_ptr<Group>>& resident, Run
     throw Stop("deadlock", "no wave can make progress: all of them keep reading values that nobody will change", &resident[0]->waves[0], -1, 0);
 }
 
+static bool unsettled(const Group& g) {
+    for (const Pending& p : g.pendings)
+        for (auto* queue : {&p.vector, &p.lgkm})
+            for (auto& e : *queue)
+                if (e.op) return true;
+    return false;
+}
+
 void Machine::run(RunResult& out) {
     std::vector<std::unique_ptr<Group>> resident;
     std::vector<std::vector<std::unique_ptr<Group>>> pool(size_t(spec.launch_count));
@@ -267,12 +275,14 @@ void Machine::run(RunResult& out) {
                     out.waves += resident.back()->waves.size();
                 }
             bool ran = false;
+            if (spec.seed)
+                for (size_t k = resident.size(); k > 1; k--) std::swap(resident[k - 1], resident[random() % k]);
             for (size_t gi = 0; gi < resident.size(); gi++) {
                 Group& g = *resident[gi];
                 size_t n = g.waves.size(), first = spec.seed ? random() % n : 0;
                 for (size_t k = 0; k < n; k++) {
                     Wave& w = g.waves[(first + k) % n];
-                    if (weak() && w.state != State::Done) settle_some(w);
+                    if (weak()) settle_some(w);
                     if (w.state != State::Running) continue;
                     step(w, spec.seed ? 1 + random() % spec.quantum : spec.quantum);
                     ran = true;
@@ -291,6 +301,10 @@ void Machine::run(RunResult& out) {
                     }
                 }
                 if (g.alive) continue;
+                if (weak() && unsettled(g)) {
+                    ran = true;
+                    continue;
+                }
                 size_t k = size_t(g.launch);
                 here[k]--;
                 remaining--;

@@ -105,7 +105,6 @@ void submit(Wave& w, MemOp& op);                       // perform now or queue, 
 void keep_order(Wave& w, const MemOp& op);            // earlier operations of the wave on the same bytes happen first
 void note_issue(Wave& w, const Ins& I, MemOp* op);     // enter the counters without an effect to delay
 void wait_counters(Wave& w, u32 vector, u32 lgkm);
-void finish_pending(Wave& w);
 void settle_some(Wave& w);                             // weak model: let a random pending operation happen
 void drain_lds(Wave& w);                               // LDS operations of a wave happen in order
 void check_registers(Wave& w, const Ins& I);           // a load outstanding, or never written

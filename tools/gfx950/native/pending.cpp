@@ -103,8 +103,6 @@ void wait_counters(Wave& w, u32 vector, u32 lgkm) {
     if (changed) rebuild_busy(w);
 }
 
-void finish_pending(Wave& w) { wait_counters(w, 0, 0); }
-
 void drain_lds(Wave& w) {
     if (!w.machine->weak()) return;
     for (auto& e : w.pending->lgkm)

@@ -280,10 +280,7 @@ OP(S_SLEEP) {
 }
 OP(S_WAITCNT) { wait_counters(w, (I.imm & 15) | (I.imm >> 14 & 3) << 4, I.imm >> 8 & 15); }
 OP(S_BARRIER) { w.state = State::Barrier; }
-OP(S_ENDPGM) {
-    finish_pending(w);
-    w.state = State::Done;
-}
+OP(S_ENDPGM) { w.state = State::Done; }  // stores still on their way happen later: the scheduler sees to them
 OP(S_TRAP) { w.fail("trap", "s_trap " + std::to_string(I.imm & 255) + ": the kernel aborted (an assertion on the device)"); }
 OP(S_BRANCH) { w.next = I.target; }
 OP(S_CBRANCH_SCC0) { if (!w.scc) w.next = I.target; }
