@@ -318,9 +318,11 @@ STORES(SHORT_D16_HI, 2, true)
 STORES(BYTE, 1, false)
 STORES(BYTE_D16_HI, 1, true)
 
-OP(BUFFER_WBL2) {
+OP(BUFFER_WBL2) {  // stands behind the wave's earlier stores in its queue
     note_issue(w, I, nullptr);
-    if (w.machine->weak()) w.machine->caches.write_back(w.group->device, w.group->xcd, scope_of(I));
+    if (!w.machine->weak()) return;
+    settle_vector(w);
+    w.machine->caches.write_back(w.group->device, w.group->xcd, scope_of(I));
 }
 OP(BUFFER_INV) {
     if (w.machine->weak()) w.machine->caches.invalidate(w.group->device, w.group->xcd, scope_of(I));

@@ -106,6 +106,7 @@ void keep_order(Wave& w, const MemOp& op);            // earlier operations of t
 void note_issue(Wave& w, const Ins& I, MemOp* op);     // enter the counters without an effect to delay
 void wait_counters(Wave& w, u32 vector, u32 lgkm);
 void settle_some(Wave& w);                             // weak model: let a random pending operation happen
+void settle_vector(Wave& w);                           // all vector-memory operations of the wave happen now
 void drain_lds(Wave& w);                               // LDS operations of a wave happen in order
 void check_registers(Wave& w, const Ins& I);           // a load outstanding, or never written
 

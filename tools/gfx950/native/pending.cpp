@@ -103,6 +103,14 @@ void wait_counters(Wave& w, u32 vector, u32 lgkm) {
     if (changed) rebuild_busy(w);
 }
 
+void settle_vector(Wave& w) {
+    for (auto& e : w.pending->vector)
+        if (MemOp* op = e.op) {
+            e.op = nullptr;
+            perform(w, op);
+        }
+}
+
 void drain_lds(Wave& w) {
     if (!w.machine->weak()) return;
     for (auto& e : w.pending->lgkm)
