@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,12 +61,24 @@ amdhsa.kernels:
 """
 
 
-@lru_cache(maxsize=None)
-def assemble(body: str, arguments: int = 2, lds: int = 0, private: int = 0, denormals: int = 3, overflow: int = 0) -> CodeObject:
-    """One kernel `k` with `arguments` pointer arguments. s[0:1] holds their address, s2 the workgroup, v0 the thread."""
-    args = ", ".join(f"{{.offset: {8 * i}, .size: 8, .value_kind: global_buffer, .address_space: global}}" for i in range(arguments))
-    text = TEMPLATE.format(name="k", body=body, lds=lds, private=private, denormals=denormals, overflow=overflow,
-                           kernarg=8 * arguments, args=args)  # fmt: skip
+@cache
+def assemble(
+    body: str, arguments: int = 2, lds: int = 0, private: int = 0, denormals: int = 3, overflow: int = 0
+) -> CodeObject:
+    """One kernel `k` with `arguments` pointers. s[0:1] holds the address of these, s2 the workgroup, v0 the thread."""
+    args = ", ".join(
+        f"{{.offset: {8 * i}, .size: 8, .value_kind: global_buffer, .address_space: global}}" for i in range(arguments)
+    )
+    text = TEMPLATE.format(
+        name="k",
+        body=body,
+        lds=lds,
+        private=private,
+        denormals=denormals,
+        overflow=overflow,
+        kernarg=8 * arguments,
+        args=args,
+    )
     with tempfile.NamedTemporaryFile() as source, tempfile.NamedTemporaryFile() as linked:
         source.write(assemble_amdgcn(text, "gfx950", ""))
         source.flush()
@@ -74,16 +86,34 @@ def assemble(body: str, arguments: int = 2, lds: int = 0, private: int = 0, deno
         return CodeObject(Path(linked.name).read_bytes())  # the linker replaces the file
 
 
-def probe(code: str, inputs: Sequence[np.ndarray], outputs: int, first_in: int = 32, first_out: int = 128, setup: str = "",
-          lds: int = 0, denormals: int = 3, overflow: int = 0, **options: object) -> np.ndarray:  # fmt: skip
-    """Runs `code` on every wave: input k (waves x 64 words) is in v[first_in + k]; returns outputs x waves x 64 words from
-    v[first_out ...]. v0 holds the lane, v1 lane * 4."""
+def probe(
+    code: str,
+    inputs: Sequence[np.ndarray],
+    outputs: int,
+    first_in: int = 32,
+    first_out: int = 128,
+    setup: str = "",
+    lds: int = 0,
+    denormals: int = 3,
+    overflow: int = 0,
+    **options: object,
+) -> np.ndarray:
+    """Runs `code` on every wave: input k (waves x 64 words) is in v[first_in + k]; returns outputs x waves x 64 words
+    from v[first_out ...]. v0 holds the lane, v1 lane * 4."""
     stacked = np.stack([np.ascontiguousarray(x).view("<u4").reshape(-1, 64) for x in inputs], 1)
     waves, count = stacked.shape[:2]
     source, result = np.ascontiguousarray(stacked), np.zeros((waves, outputs, 64), "<u4")
-    lines = ["s_load_dwordx4 s[4:7], s[0:1], 0x0", "v_lshlrev_b32 v1, 2, v0", "s_waitcnt lgkmcnt(0)",
-             f"s_mul_i32 s8, s2, {256 * count}", "s_add_u32 s4, s4, s8", "s_addc_u32 s5, s5, 0",
-             f"s_mul_i32 s8, s2, {256 * outputs}", "s_add_u32 s6, s6, s8", "s_addc_u32 s7, s7, 0"]  # fmt: skip
+    lines = [
+        "s_load_dwordx4 s[4:7], s[0:1], 0x0",
+        "v_lshlrev_b32 v1, 2, v0",
+        "s_waitcnt lgkmcnt(0)",
+        f"s_mul_i32 s8, s2, {256 * count}",
+        "s_add_u32 s4, s4, s8",
+        "s_addc_u32 s5, s5, 0",
+        f"s_mul_i32 s8, s2, {256 * outputs}",
+        "s_add_u32 s6, s6, s8",
+        "s_addc_u32 s7, s7, 0",
+    ]
     for k in range(count):
         lines += [f"global_load_dword v{first_in + k}, v1, s[4:5]", "s_add_u32 s4, s4, 256", "s_addc_u32 s5, s5, 0"]
     lines += ["s_waitcnt vmcnt(0)", setup, code, "s_waitcnt vmcnt(0) lgkmcnt(0)"]

@@ -4,12 +4,76 @@ from __future__ import annotations
 
 import numpy as np
 
-INTEGERS = [0, 1, 2, 3, 5, 7, 8, 15, 16, 31, 32, 33, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x123456,
-            0x7FFFFF, 0x800000, 0xFFFFFF, 0x1000000, 0x7FFFFFFE, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xAAAAAAAA, 0xFFFFFF80,
-            0xFFFFFFFE, 0xFFFFFFFF]  # fmt: skip
-FLOATS = [0.0, 1.0, 0.5, 2.0, 3.0, 1.5, 2.5, 1e-3, 1e10, 3.4028235e38, 1.1754944e-38, 1.1754942e-38, 1e-40, 1.4e-45, float("inf"),
-          float("nan"), 16777217.0, 0.333333343, 65504.0, 65519.0, 65520.0, 6e-8, 448.0, 464.0, 57344.0, 61440.0, 4294967040.0,
-          2147483648.0, 255.5, 254.5]  # fmt: skip
+INTEGERS = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    15,
+    16,
+    31,
+    32,
+    33,
+    63,
+    64,
+    127,
+    128,
+    255,
+    256,
+    0x7FFF,
+    0x8000,
+    0x8001,
+    0xFFFF,
+    0x10000,
+    0x123456,
+    0x7FFFFF,
+    0x800000,
+    0xFFFFFF,
+    0x1000000,
+    0x7FFFFFFE,
+    0x7FFFFFFF,
+    0x80000000,
+    0x80000001,
+    0xAAAAAAAA,
+    0xFFFFFF80,
+    0xFFFFFFFE,
+    0xFFFFFFFF,
+]
+FLOATS = [
+    0.0,
+    1.0,
+    0.5,
+    2.0,
+    3.0,
+    1.5,
+    2.5,
+    1e-3,
+    1e10,
+    3.4028235e38,
+    1.1754944e-38,
+    1.1754942e-38,
+    1e-40,
+    1.4e-45,
+    float("inf"),
+    float("nan"),
+    16777217.0,
+    0.333333343,
+    65504.0,
+    65519.0,
+    65520.0,
+    6e-8,
+    448.0,
+    464.0,
+    57344.0,
+    61440.0,
+    4294967040.0,
+    2147483648.0,
+    255.5,
+    254.5,
+]
 HALVES = [0x0000, 0x0001, 0x03FF, 0x0400, 0x3555, 0x3BFF, 0x3C00, 0x3C01, 0x4000, 0x4248, 0x7BFF, 0x7C00, 0x7E00]
 
 
@@ -55,7 +119,10 @@ def assert_same_words(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray) ->
     if len(bad):
         at = tuple(bad[0])
         shown = ", ".join(f"0x{int(x[at]):08x}" for x in inputs)
-        raise AssertionError(f"{len(bad)} of {got.size} differ, first at {at}: got 0x{int(got[at]):08x}, want 0x{int(want[at]):08x}, inputs {shown}")
+        raise AssertionError(
+            f"{len(bad)} of {got.size} differ, first at {at}: got 0x{int(got[at]):08x}, "
+            f"want 0x{int(want[at]):08x}, inputs {shown}"
+        )
 
 
 def assert_same_floats(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray, ulps: int = 0) -> None:
@@ -68,4 +135,6 @@ def assert_same_floats(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray, u
     if len(bad):
         at = tuple(bad[0])
         shown = ", ".join(f"0x{int(x[at]):08x}" for x in inputs)
-        raise AssertionError(f"{len(bad)} of {g.size} differ, first at {at}: got {g[at]!r}, want {w[at]!r}, inputs {shown}")
+        raise AssertionError(
+            f"{len(bad)} of {g.size} differ, first at {at}: got {g[at]!r}, want {w[at]!r}, inputs {shown}"
+        )

@@ -1,5 +1,5 @@
-"""An independent model of the narrow float formats, from their definitions: values of all codes, and rounding as a search
-for the nearest value with ties to the even code."""
+"""An independent model of the narrow float formats, from their definitions: values of all codes, and rounding as a
+search for the nearest value with ties to the even code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 
-FORMATS = {"fp8": (4, 3, 7), "bf8": (5, 2, 15), "fp6": (2, 3, 1), "bf6": (3, 2, 3), "fp4": (2, 1, 1)}  # exponent, mantissa, bias
+FORMATS = {
+    "fp8": (4, 3, 7),
+    "bf8": (5, 2, 15),
+    "fp6": (2, 3, 1),
+    "bf6": (3, 2, 3),
+    "fp4": (2, 1, 1),
+}  # exponent, mantissa, bias
 
 
 def width(name: str) -> int:
@@ -44,7 +50,9 @@ def encode(name: str, x: np.ndarray, saturate: bool) -> np.ndarray:
     to_above = (a - below > above - a) | ((a - below == above - a) & (codes[high] % 2 == 0))
     out = codes[np.where(to_above, high, high - 1)]
     step = grid[-1] - grid[-2]
-    over = a >= grid[-1] + step / 2  # the largest code is even in its last place for all five formats or has no neighbour
+    over = (
+        a >= grid[-1] + step / 2
+    )  # the largest code is even in its last place for all five formats or has no neighbour
     if name in ("fp8",):
         over = a > grid[-1] + step / 2
     tied = a == grid[-1] + step / 2

@@ -24,7 +24,11 @@ def test_integers() -> None:
     assert_same_words(got[0], clip(x, 0, 0xFFFFFFFF).astype("<u4"), a)
     assert_same_words(got[1], clip(x, -(1 << 31), (1 << 31) - 1).astype("<u4"), a)
     assert_same_words(got[2], clip(np.floor(x), -(1 << 31), (1 << 31) - 1).astype("<u4"), a)
-    got = probe("v_cvt_f32_u32 v128, v32\nv_cvt_f32_i32 v129, v32\nv_cvt_f32_ubyte2 v130, v32\nv_cvt_f64_u32 v[132:133], v32", [n], 6)
+    got = probe(
+        "v_cvt_f32_u32 v128, v32\nv_cvt_f32_i32 v129, v32\nv_cvt_f32_ubyte2 v130, v32\nv_cvt_f64_u32 v[132:133], v32",
+        [n],
+        6,
+    )
     assert_same_floats(got[0], n.astype(F), n)
     assert_same_floats(got[1], n.view("<i4").astype(F), n)
     assert_same_floats(got[2], (n >> 16 & 255).astype(F), n)
@@ -33,12 +37,19 @@ def test_integers() -> None:
 
 def test_halves_and_bfloats_round_to_even() -> None:
     a, b = float_bits(2)
-    got = probe("v_cvt_f16_f32 v128, v32\nv_cvt_pk_bf16_f32 v129, v32, v33\nv_cvt_pk_f16_f32 v130, v32, v33\nv_cvt_pkrtz_f16_f32 v131, v32, v33", [a, b], 4)
+    got = probe(
+        "v_cvt_f16_f32 v128, v32\nv_cvt_pk_bf16_f32 v129, v32, v33\n"
+        "v_cvt_pk_f16_f32 v130, v32, v33\nv_cvt_pkrtz_f16_f32 v131, v32, v33",
+        [a, b],
+        4,
+    )
     h = lambda x: x.view(F).astype("<f2")  # noqa: E731
     nan = lambda x: np.isnan(x.view(F))  # noqa: E731
     same = (got[0].astype("<u2").view("<f2").view("<u2") == h(a).view("<u2")) | nan(a)
     assert same.all(), hex(int(a[~same][0]))
-    assert_same_words(np.where(nan(a) | nan(b), 0, got[1]), np.where(nan(a) | nan(b), 0, small.bf16(a) | small.bf16(b) << 16), a, b)
+    assert_same_words(
+        np.where(nan(a) | nan(b), 0, got[1]), np.where(nan(a) | nan(b), 0, small.bf16(a) | small.bf16(b) << 16), a, b
+    )
     want = h(a).view("<u2").astype("<u4") | h(b).view("<u2").astype("<u4") << 16
     assert_same_words(np.where(nan(a) | nan(b), 0, got[2]), np.where(nan(a) | nan(b), 0, want), a, b)
     x, r = a.view(F).astype(np.float64), (got[3] & 0xFFFF).astype("<u2").view("<f2").astype(np.float64)
@@ -50,7 +61,11 @@ def test_halves_and_bfloats_round_to_even() -> None:
 
 def test_every_half_and_bfloat_widens_exactly() -> None:
     codes = np.arange(1 << 16, dtype="<u4").reshape(-1, 64)
-    got = probe("v_cvt_f32_f16 v128, v32\nv_cvt_f32_bf16 v129, v32\nv_cvt_f32_f16_sdwa v130, v32 dst_sel:DWORD src0_sel:WORD_1", [codes | codes << 16], 3)
+    got = probe(
+        "v_cvt_f32_f16 v128, v32\nv_cvt_f32_bf16 v129, v32\nv_cvt_f32_f16_sdwa v130, v32 dst_sel:DWORD src0_sel:WORD_1",
+        [codes | codes << 16],
+        3,
+    )
     assert_same_floats(got[0], codes.astype("<u2").view("<f2").astype(F), codes)
     assert_same_floats(got[1], (codes << 16).view(F), codes)
     assert_same_floats(got[2], codes.astype("<u2").view("<f2").astype(F), codes)
@@ -68,7 +83,16 @@ def test_all_256_codes_widen(name: str) -> None:
         v_cvt_scalef32_f32_{name} v136, v32, 2.0 op_sel:[1,1,0]"""
     got = probe(code, [words], 9)
     opposite = small.values(name)[other].astype(F)
-    for k, w in ((0, want), (2, opposite), (3, want), (4, opposite), (5, want), (6, opposite), (7, want), (8, want * F(2))):
+    for k, w in (
+        (0, want),
+        (2, opposite),
+        (3, want),
+        (4, opposite),
+        (5, want),
+        (6, opposite),
+        (7, want),
+        (8, want * F(2)),
+    ):
         assert_same_floats(got[k], w, words)
 
 
@@ -79,11 +103,20 @@ def test_narrowing_to_eight_bits(name: str, overflow: int) -> None:
     table = small.values(name)
     finite = np.sort(table[np.isfinite(table)]).astype(np.float64)
     middles = ((finite[1:] + finite[:-1]) / 2).astype(F)
-    points = np.concatenate([finite.astype(F), middles, np.nextafter(middles, F(np.inf)), np.nextafter(middles, F(-np.inf)),
-                             float_bits(1)[0].view(F).ravel()])  # fmt: skip
+    points = np.concatenate(
+        [
+            finite.astype(F),
+            middles,
+            np.nextafter(middles, F(np.inf)),
+            np.nextafter(middles, F(-np.inf)),
+            float_bits(1)[0].view(F).ravel(),
+        ]
+    )
     points = np.concatenate([points, points[: -len(points) % 64]]).reshape(-1, 64)
     a, b = points.view("<u4"), points[::-1].copy().view("<u4")
-    got = probe(f"v_mov_b32 v128, -1\nv_cvt_pk_{name}_f32 v128, v32, v33 op_sel:[0,0,1]", [a, b], 1, overflow=overflow)[0]
+    got = probe(f"v_mov_b32 v128, -1\nv_cvt_pk_{name}_f32 v128, v32, v33 op_sel:[0,0,1]", [a, b], 1, overflow=overflow)[
+        0
+    ]
     want = small.encode(name, a.view(F), bool(overflow)) | small.encode(name, b.view(F), bool(overflow)) << 8
     assert_same_words(got, want << 16 | 0xFFFF, a, b)
 
@@ -102,7 +135,9 @@ def test_all_16_fp4_codes_with_scales(scale: int) -> None:
     assert_same_floats(got[0], low, words)
     assert_same_floats(got[1], high, words)
     assert_same_words(got[2], small.bf16(low.view("<u4")) | small.bf16(high.view("<u4")) << 16, words)
-    assert_same_words(got[3], low.astype("<f2").view("<u2").astype("<u4") | high.astype("<f2").view("<u2").astype("<u4") << 16, words)
+    assert_same_words(
+        got[3], low.astype("<f2").view("<u2").astype("<u4") | high.astype("<f2").view("<u2").astype("<u4") << 16, words
+    )
 
 
 @pytest.mark.parametrize("scale", [64, 126, 127, 129, 190])
@@ -111,17 +146,26 @@ def test_narrowing_with_a_scale(name: str, scale: int) -> None:
     table = small.values(name)
     finite = np.unique(np.abs(table[np.isfinite(table)]))
     middles = (finite[1:] + finite[:-1]) / 2
-    points = np.concatenate([finite, middles, middles * (1 + 2.0**-20), middles * (1 - 2.0**-20), [finite[-1] * 1.03, finite[-1] * 1.5, 1e9]])
+    points = np.concatenate(
+        [
+            finite,
+            middles,
+            middles * (1 + 2.0**-20),
+            middles * (1 - 2.0**-20),
+            [finite[-1] * 1.03, finite[-1] * 1.5, 1e9],
+        ]
+    )
     points = np.concatenate([points, -points]) * 2.0 ** (scale - 127)
     x = np.resize(points.astype(F), (-(-len(points) // 64), 64))
     a, b = x.view("<u4"), x[::-1, ::-1].copy().view("<u4")
     s = np.full_like(a, scale << 23)
-    shift, select = (16, "op_sel:[0,0,0,1]") if name == "fp4" else (16, "op_sel:[0,0,0,1]")
-    got = probe(f"v_mov_b32 v128, 0\nv_cvt_scalef32_pk_{name}_f32 v128, v32, v33, v34 {select}", [a, b, s], 1)[0]
+    got = probe(f"v_mov_b32 v128, 0\nv_cvt_scalef32_pk_{name}_f32 v128, v32, v33, v34 op_sel:[0,0,0,1]", [a, b, s], 1)[
+        0
+    ]
     down = lambda w: w.view(F).astype(np.float64) * 2.0 ** (127 - scale)  # noqa: E731
     saturate = name == "fp4"
     want = small.encode(name, down(a), saturate) | small.encode(name, down(b), saturate) << small.width(name)
-    assert_same_words(got, want << shift, a, b)
+    assert_same_words(got, want << 16, a, b)
     pair = small.bf16(a) | small.bf16(b) << 16
     got = probe(f"v_mov_b32 v128, 0\nv_cvt_scalef32_pk_{name}_bf16 v128, v32, v33", [pair, s], 1)[0]
     wide = lambda w: (small.bf16(w) << 16).view(F).astype(np.float64) * 2.0 ** (127 - scale)  # noqa: E731
@@ -143,8 +187,12 @@ def test_thirty_two_six_bit_values(name: str) -> None:
     got = probe(f"v_cvt_scalef32_pk32_f32_{name} v[128:159], v[32:37], v38", words, 32)
     for k in range(32):
         assert_same_floats(got[k], (small.values(name)[codes[:, k]] * 8).astype(F))
-    got = probe(f"""v_cvt_scalef32_pk32_f32_{name} v[160:191], v[32:37], v38
-        v_cvt_scalef32_2xpk16_{name}_f32 v[128:133], v[160:175], v[176:191], v38""", words, 6)
+    got = probe(
+        f"""v_cvt_scalef32_pk32_f32_{name} v[160:191], v[32:37], v38
+        v_cvt_scalef32_2xpk16_{name}_f32 v[128:133], v[160:175], v[176:191], v38""",
+        words,
+        6,
+    )
     order = np.empty_like(codes)
     order[:, 0::2], order[:, 1::2] = codes[:, :16], codes[:, 16:]  # the two sources are interleaved
     again = np.zeros((2, 6, 64), "<u4")

@@ -9,7 +9,12 @@ from edges import integers
 
 from tools.gfx950 import Emulator, ExecutionError, Memory
 
-HEAD = "s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_lshlrev_b32 v1, 2, v0\nv_lshlrev_b32 v2, 3, v0\nv_lshlrev_b32 v3, 4, v0\ns_waitcnt lgkmcnt(0)\n"
+HEAD = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_lshlrev_b32 v1, 2, v0
+    v_lshlrev_b32 v2, 3, v0
+    v_lshlrev_b32 v3, 4, v0
+    s_waitcnt lgkmcnt(0)
+"""
 RESOURCE = "s_and_b32 s13, s5, 0xffff\ns_mov_b32 s12, s4\ns_mov_b32 s14, {records}\ns_mov_b32 s15, 0x27000\n"
 
 
@@ -24,7 +29,7 @@ def words(count: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["flat", "weak"])
-@pytest.mark.parametrize("n, shift", [(1, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize(("n", "shift"), [(1, 1), (2, 2), (4, 3)])
 def test_global_widths(n: int, shift: int, model: str) -> None:
     source = words(64 * n + 4)
     regs = f"v[10:{9 + n}]" if n > 1 else "v10"
@@ -57,7 +62,10 @@ def test_small_loads_and_stores() -> None:
         s_waitcnt vmcnt(0)"""
     for k in range(6):
         code += f"\nglobal_store_dword v1, v{10 + k}, s[6:7] offset:{256 * k}"
-    code += "\nglobal_store_byte v1, v10, s[6:7] offset:1536\nglobal_store_byte_d16_hi v1, v12, s[6:7] offset:1537\nglobal_store_short_d16_hi v1, v14, s[6:7] offset:1538"
+    code += """
+        global_store_byte v1, v10, s[6:7] offset:1536
+        global_store_byte_d16_hi v1, v12, s[6:7] offset:1537
+        global_store_short_d16_hi v1, v14, s[6:7] offset:1538"""
     got = run(code, source, np.zeros(64 * 7, "<u4")).reshape(7, 64)
     byte = lambda k: source >> (8 * k) & 255  # noqa: E731
     np.testing.assert_array_equal(got[0], byte(1))
@@ -109,13 +117,16 @@ def test_scalar_loads() -> None:
 @pytest.mark.parametrize("model", ["flat", "weak"])
 def test_buffer_bounds_are_checked_dword_by_dword(model: str) -> None:
     source = words(256)
-    code = RESOURCE.format(records=64 * 16 - 24) + """
+    code = (
+        RESOURCE.format(records=64 * 16 - 24)
+        + """
         buffer_load_dwordx4 v[10:13], v3, s[12:15], 0 offen
         s_mov_b32 s20, 16
         buffer_load_dword v14, v1, s[12:15], s20 offen offset:4
         s_waitcnt vmcnt(0)
         global_store_dwordx4 v3, v[10:13], s[6:7]
         global_store_dword v1, v14, s[6:7] offset:1024"""
+    )
     got = run(code, source, np.zeros(320, "<u4"), model=model, seed=1)
     np.testing.assert_array_equal(got[:250], source[:250])
     np.testing.assert_array_equal(got[250:256], 0)
@@ -139,12 +150,21 @@ def test_buffer_stores_outside_are_dropped_and_structures_are_bounded_in_records
 
 
 @pytest.mark.parametrize("model", ["flat", "weak"])
-@pytest.mark.parametrize("instruction", ["buffer_load_dword v1, s[12:15], 0 offen lds", "buffer_load_dwordx4 v3, s[12:15], 0 offen lds",
-                                         "global_load_lds_dword v1, s[4:5]", "global_load_lds_dwordx4 v3, s[4:5]"])  # fmt: skip
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "buffer_load_dword v1, s[12:15], 0 offen lds",
+        "buffer_load_dwordx4 v3, s[12:15], 0 offen lds",
+        "global_load_lds_dword v1, s[4:5]",
+        "global_load_lds_dwordx4 v3, s[4:5]",
+    ],
+)
 def test_loads_into_lds(instruction: str, model: str) -> None:
     source = words(256)
     n = 4 if "x4" in instruction else 1
-    code = RESOURCE.format(records=1024) + f"""
+    code = (
+        RESOURCE.format(records=1024)
+        + f"""
         s_mov_b32 m0, 64
         {instruction}
         s_waitcnt vmcnt(0)
@@ -152,17 +172,26 @@ def test_loads_into_lds(instruction: str, model: str) -> None:
         ds_read_b32 v10, v5 offset:64
         s_waitcnt lgkmcnt(0)
         global_store_dword v1, v10, s[6:7]"""
+    )
     got = run(code, source, np.zeros(64, "<u4"), lds=2048, model=model, seed=2)
     assert n in (1, 4)
     np.testing.assert_array_equal(got, source[:64][::-1])
 
 
 ATOMICS = {
-    "add": lambda m, x: m + x, "sub": lambda m, x: m - x, "smin": lambda m, x: np.minimum(m.view("<i4"), x.view("<i4")).view("<u4"),
-    "umax": np.maximum, "smax": lambda m, x: np.maximum(m.view("<i4"), x.view("<i4")).view("<u4"), "umin": np.minimum, "and": lambda m, x: m & x,
-    "or": lambda m, x: m | x, "xor": lambda m, x: m ^ x, "swap": lambda m, x: x, "inc": lambda m, x: np.where(m >= x, 0, m + 1).astype("<u4"),
+    "add": lambda m, x: m + x,
+    "sub": lambda m, x: m - x,
+    "smin": lambda m, x: np.minimum(m.view("<i4"), x.view("<i4")).view("<u4"),
+    "umax": np.maximum,
+    "smax": lambda m, x: np.maximum(m.view("<i4"), x.view("<i4")).view("<u4"),
+    "umin": np.minimum,
+    "and": lambda m, x: m & x,
+    "or": lambda m, x: m | x,
+    "xor": lambda m, x: m ^ x,
+    "swap": lambda m, x: x,
+    "inc": lambda m, x: np.where(m >= x, 0, m + 1).astype("<u4"),
     "dec": lambda m, x: np.where((m == 0) | (m > x), x, m - 1).astype("<u4"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", ["flat", "weak"])
@@ -183,7 +212,9 @@ def test_atomics(name: str, model: str) -> None:
 
 def test_float_and_compare_atomics() -> None:
     source = np.arange(64, dtype="<f4").view("<u4")
-    code = RESOURCE.replace("s5", "s7").replace("s4", "s6").format(records=1024) + """
+    code = (
+        RESOURCE.replace("s5", "s7").replace("s4", "s6").format(records=1024)
+        + """
         global_load_dword v10, v1, s[4:5]
         v_mov_b32 v4, 0
         s_waitcnt vmcnt(0)
@@ -198,6 +229,7 @@ def test_float_and_compare_atomics() -> None:
         v_mov_b32 v17, 1
         global_atomic_add_x2 v4, v[16:17], s[6:7] offset:16
         s_waitcnt vmcnt(0)"""
+    )
     got = run(code, source, np.zeros(8, "<u4"))
     assert got[0] == got[1] == np.float32(2016).view("<u4")
     assert got[2] == 0x4280_4300 or got[2] == 0x42804300  # 64 times (2, 1) in bfloat: low half 2, high half 1
@@ -205,13 +237,20 @@ def test_float_and_compare_atomics() -> None:
     assert list(got[4:6]) == [0, 64]
 
 
-@pytest.mark.parametrize("code, kind, words_in_message", [
-    ("v_mov_b32 v10, 0\nglobal_store_dword v1, v10, s[6:7] offset:4", "out of bounds", ["lane 63", "past the end of result", "global_store_dword"]),
-    ("global_load_dword v10, v1, s[4:5] offset:-4", "out of bounds", ["lane 0", "before source"]),
-    ("v_mov_b32 v9, 1\nglobal_atomic_add v9, v0, s[6:7]", "misaligned", ["atomic", "global_atomic_add"]),
-    ("ds_read_b32 v10, v1 offset:1000", "out of bounds", ["LDS load", "ds_read_b32"]),
-    ("s_trap 2", "trap", ["aborted"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "kind", "words_in_message"),
+    [
+        (
+            "v_mov_b32 v10, 0\nglobal_store_dword v1, v10, s[6:7] offset:4",
+            "out of bounds",
+            ["lane 63", "past the end of result", "global_store_dword"],
+        ),
+        ("global_load_dword v10, v1, s[4:5] offset:-4", "out of bounds", ["lane 0", "before source"]),
+        ("v_mov_b32 v9, 1\nglobal_atomic_add v9, v0, s[6:7]", "misaligned", ["atomic", "global_atomic_add"]),
+        ("ds_read_b32 v10, v1 offset:1000", "out of bounds", ["LDS load", "ds_read_b32"]),
+        ("s_trap 2", "trap", ["aborted"]),
+    ],
+)
 def test_faults_say_where(code: str, kind: str, words_in_message: list[str]) -> None:
     with pytest.raises(ExecutionError) as stop:
         run(code, words(64), np.zeros(64, "<u4"), lds=1024)
@@ -226,4 +265,6 @@ def test_a_read_only_region_refuses_stores() -> None:
     memory.add(source, "source")
     memory.add(result, "result", read_only=True)
     with pytest.raises(ExecutionError, match="out of bounds"):
-        Emulator(memory).launch(assemble(HEAD + "global_store_dword v1, v1, s[6:7]\ns_endpgm"), "k", 1, 64, [source, result])
+        Emulator(memory).launch(
+            assemble(HEAD + "global_store_dword v1, v1, s[6:7]\ns_endpgm"), "k", 1, 64, [source, result]
+        )

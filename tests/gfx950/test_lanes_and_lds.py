@@ -24,19 +24,43 @@ def dpp_source(control: str) -> np.ndarray:
         picks = [int(c) for c in arg.strip("[]").split(",")]
         return (LANE & ~3) | np.array(picks)[LANE & 3]
     return {
-        "row_shl": np.where(i + n < 16, LANE + n, -1), "row_shr": np.where(i >= n, LANE - n, -1), "row_ror": row | ((i - n) & 15),
-        "wave_shr": LANE - 1, "wave_shl": np.where(LANE < 63, LANE + 1, -1), "row_mirror": row | (15 - i), "row_half_mirror": (LANE & ~7) | (7 - (LANE & 7)),
-        "row_bcast": np.where(LANE >= 16, row - 1, -1) if n == 15 else np.where(LANE >= 32, 31, -1), "row_newbcast": row | n,
-        "wave_ror": (LANE - 1) & 63, "wave_rol": (LANE + 1) & 63,
-    }[kind]  # fmt: skip
+        "row_shl": np.where(i + n < 16, LANE + n, -1),
+        "row_shr": np.where(i >= n, LANE - n, -1),
+        "row_ror": row | ((i - n) & 15),
+        "wave_shr": LANE - 1,
+        "wave_shl": np.where(LANE < 63, LANE + 1, -1),
+        "row_mirror": row | (15 - i),
+        "row_half_mirror": (LANE & ~7) | (7 - (LANE & 7)),
+        "row_bcast": np.where(LANE >= 16, row - 1, -1) if n == 15 else np.where(LANE >= 32, 31, -1),
+        "row_newbcast": row | n,
+        "wave_ror": (LANE - 1) & 63,
+        "wave_rol": (LANE + 1) & 63,
+    }[kind]
 
 
-CONTROLS = ["quad_perm:[1,0,3,2]", "quad_perm:[0,0,0,0]", "row_shl:1", "row_shl:15", "row_shr:8", "row_ror:4", "wave_shl:1", "wave_shr:1", "wave_rol:1",
-            "wave_ror:1", "row_mirror", "row_half_mirror", "row_bcast:15", "row_bcast:31", "row_newbcast:5"]  # fmt: skip
+CONTROLS = [
+    "quad_perm:[1,0,3,2]",
+    "quad_perm:[0,0,0,0]",
+    "row_shl:1",
+    "row_shl:15",
+    "row_shr:8",
+    "row_ror:4",
+    "wave_shl:1",
+    "wave_shr:1",
+    "wave_rol:1",
+    "wave_ror:1",
+    "row_mirror",
+    "row_half_mirror",
+    "row_bcast:15",
+    "row_bcast:31",
+    "row_newbcast:5",
+]
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("mask", ["row_mask:0xf bank_mask:0xf", "row_mask:0xa bank_mask:0x5", "row_mask:0xf bank_mask:0xf bound_ctrl:0"])
+@pytest.mark.parametrize(
+    "mask", ["row_mask:0xf bank_mask:0xf", "row_mask:0xa bank_mask:0x5", "row_mask:0xf bank_mask:0xf bound_ctrl:0"]
+)
 def test_dpp(control: str, mask: str) -> None:
     a, b, old = one_wave(3)
     got = probe(f"v_mov_b32 v128, v34\ns_nop 1\nv_add_u32_dpp v128, v32, v33 {control} {mask}", [a, b, old], 1)[0]
@@ -81,7 +105,7 @@ def test_permutes() -> None:
     assert_same_words(got[0], a[rows, ((to & 63) + 2) & 63], a, to)
     assert_same_words(got[1], a[:, LANE ^ 21], a)
     low = LANE & 31
-    picked = (((low & 0b00111) | 0b01000) ^ 0b00010)  # 0, 1, keep, invert, keep
+    picked = ((low & 0b00111) | 0b01000) ^ 0b00010  # 0, 1, keep, invert, keep
     assert_same_words(got[2], a[:, (LANE & 32) | picked], a)
     assert_same_words(got[3], a[:, LANE ^ 3], a)
     assert_same_words(got[4], a[:, LANE ^ 16], a)
@@ -186,12 +210,22 @@ def test_strided_pairs_of_doublewords() -> None:
         assert_same_words(got[k], want)
 
 
-@pytest.mark.parametrize("name, f", [
-    ("add_rtn_u32", lambda m, x: m + x), ("sub_rtn_u32", lambda m, x: m - x), ("max_rtn_u32", np.maximum), ("min_rtn_u32", np.minimum),
-    ("and_rtn_b32", lambda m, x: m & x), ("or_rtn_b32", lambda m, x: m | x), ("xor_rtn_b32", lambda m, x: m ^ x),
-    ("max_rtn_i32", lambda m, x: np.maximum(m.view("<i4"), x.view("<i4")).view("<u4")), ("wrxchg_rtn_b32", lambda m, x: x),
-    ("inc_rtn_u32", lambda m, x: np.where(m >= x, 0, m + 1)), ("dec_rtn_u32", lambda m, x: np.where((m == 0) | (m > x), x, m - 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("add_rtn_u32", lambda m, x: m + x),
+        ("sub_rtn_u32", lambda m, x: m - x),
+        ("max_rtn_u32", np.maximum),
+        ("min_rtn_u32", np.minimum),
+        ("and_rtn_b32", lambda m, x: m & x),
+        ("or_rtn_b32", lambda m, x: m | x),
+        ("xor_rtn_b32", lambda m, x: m ^ x),
+        ("max_rtn_i32", lambda m, x: np.maximum(m.view("<i4"), x.view("<i4")).view("<u4")),
+        ("wrxchg_rtn_b32", lambda m, x: x),
+        ("inc_rtn_u32", lambda m, x: np.where(m >= x, 0, m + 1)),
+        ("dec_rtn_u32", lambda m, x: np.where((m == 0) | (m > x), x, m - 1)),
+    ],
+)
 def test_atomics(name: str, f: object) -> None:
     m, x = (v[:18] for v in integers(2))
     code = f"""ds_write_b32 v1, v32
@@ -238,7 +272,7 @@ def test_compare_and_swap() -> None:
     assert_same_words(got[1], np.where(a == same, b, a))
 
 
-@pytest.mark.parametrize("bits, count, words", [(16, 4, 2), (8, 8, 2), (4, 16, 2), (6, 16, 3)])
+@pytest.mark.parametrize(("bits", "count", "words"), [(16, 4, 2), (8, 8, 2), (4, 16, 2), (6, 16, 3)])
 def test_transposing_reads(bits: int, count: int, words: int) -> None:
     """Sixteen lanes' elements, laid end to end, are a matrix 16 wide; lane i gets its column i."""
     rng = np.random.default_rng(bits)

@@ -1,5 +1,5 @@
-"""Every MFMA form against a matrix product in numpy. Small integers make the results exact, so layout errors cannot hide
-in a tolerance."""
+"""Every MFMA form against a matrix product in numpy. Small integers make the results exact, so layout errors cannot
+hide in a tolerance."""
 
 from __future__ import annotations
 
@@ -83,19 +83,22 @@ def operands(kind: str, m: int, k: int, blocks: int, seed: int) -> tuple[np.ndar
     return x, pack(codes, bits)
 
 
-def run(code: str, a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], extra: list[np.ndarray] | None = None) -> np.ndarray:
+def run(
+    code: str, a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], extra: list[np.ndarray] | None = None
+) -> np.ndarray:
     inputs = a + [a[0]] * (8 - len(a)) + b + [b[0]] * (8 - len(b)) + c + (extra or [])
     return probe(code, inputs, len(c), first_in=32, first_out=128)[:, 0]
 
 
-FORMS = """
-    f32_32x32x1_2b_f32 f32_16x16x1_4b_f32 f32_4x4x1_16b_f32 f32_32x32x2_f32 f32_16x16x4_f32
-    f32_32x32x4_2b_f16 f32_16x16x4_4b_f16 f32_4x4x4_16b_f16 f32_32x32x8_f16 f32_16x16x16_f16 f32_16x16x32_f16 f32_32x32x16_f16
-    f32_32x32x4_2b_bf16 f32_16x16x4_4b_bf16 f32_4x4x4_16b_bf16 f32_32x32x8_bf16 f32_16x16x16_bf16 f32_16x16x32_bf16 f32_32x32x16_bf16
-    f32_16x16x32_fp8_fp8 f32_16x16x32_fp8_bf8 f32_16x16x32_bf8_fp8 f32_16x16x32_bf8_bf8
-    f32_32x32x16_fp8_fp8 f32_32x32x16_fp8_bf8 f32_32x32x16_bf8_fp8 f32_32x32x16_bf8_bf8
-    i32_32x32x4_2b_i8 i32_16x16x4_4b_i8 i32_4x4x4_16b_i8 i32_32x32x16_i8 i32_16x16x32_i8 i32_16x16x64_i8 i32_32x32x32_i8
-""".split()
+FORMS = [
+    "f32_32x32x1_2b_f32", "f32_16x16x1_4b_f32", "f32_4x4x1_16b_f32", "f32_32x32x2_f32", "f32_16x16x4_f32",
+    "f32_32x32x4_2b_f16", "f32_16x16x4_4b_f16", "f32_4x4x4_16b_f16", "f32_32x32x8_f16", "f32_16x16x16_f16",
+    "f32_16x16x32_f16", "f32_32x32x16_f16", "f32_32x32x4_2b_bf16", "f32_16x16x4_4b_bf16", "f32_4x4x4_16b_bf16",
+    "f32_32x32x8_bf16", "f32_16x16x16_bf16", "f32_16x16x32_bf16", "f32_32x32x16_bf16", "f32_16x16x32_fp8_fp8",
+    "f32_16x16x32_fp8_bf8", "f32_16x16x32_bf8_fp8", "f32_16x16x32_bf8_bf8", "f32_32x32x16_fp8_fp8",
+    "f32_32x32x16_fp8_bf8", "f32_32x32x16_bf8_fp8", "f32_32x32x16_bf8_bf8", "i32_32x32x4_2b_i8", "i32_16x16x4_4b_i8",
+    "i32_4x4x4_16b_i8", "i32_32x32x16_i8", "i32_16x16x32_i8", "i32_16x16x64_i8", "i32_32x32x32_i8",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -133,9 +136,13 @@ def test_f8f6f4_with_and_without_scales(kinds: tuple[str, str], shape: tuple[int
     c = rng.integers(-9, 9, (m, m)).astype(float)
     rc = [s.astype("<f4").view("<u4").reshape(1, LANES) for s in c[place[..., 1], place[..., 2]]]
     ea, eb = (rng.integers(124, 131, (m, k // 32)) for _ in range(2))
-    # A lane holds the scale of its row and of the 32-wide slice of K with its group's number, in the byte that op_sel names.
-    words = [np.array([int(e[lane % m, lane // m]) << (8 * byte) | 0x55 << (8 * (byte ^ 1)) for lane in range(LANES)], "<u4").reshape(1, LANES)
-             for e, byte in ((ea, 2), (eb, 1))]  # fmt: skip
+    # A lane holds the scale of its row and of the slice of K with its group's number, in the byte that op_sel names.
+    words = [
+        np.array(
+            [int(e[lane % m, lane // m]) << (8 * byte) | 0x55 << (8 * (byte ^ 1)) for lane in range(LANES)], "<u4"
+        ).reshape(1, LANES)
+        for e, byte in ((ea, 2), (eb, 1))
+    ]
     regs = lambda first, n: f"v[{first}:{first + n - 1}]"  # noqa: E731
     forms = f"cbsz:{KINDS[kinds[0]]} blgp:{KINDS[kinds[1]]}"
     args = f"{regs(128, count)}, {regs(32, len(ra))}, {regs(40, len(rb))}, {regs(48, count)}"
@@ -143,7 +150,13 @@ def test_f8f6f4_with_and_without_scales(kinds: tuple[str, str], shape: tuple[int
     plain = run(f"v_mfma_f32_{m}x{m}x{k}_f8f6f4 {args} {forms}", ra, rb, rc, words)
     where = (place[0, ..., 0] * 0 + place[..., 1], place[..., 2])
     np.testing.assert_array_equal(plain.view("<f4"), (a[0] @ b[0].T + c)[where])
-    got = run(f"v_mfma_scale_f32_{m}x{m}x{k}_f8f6f4 {args}, {scales} op_sel:[0,1,0] op_sel_hi:[1,0,0] {forms}", ra, rb, rc, words)
+    got = run(
+        f"v_mfma_scale_f32_{m}x{m}x{k}_f8f6f4 {args}, {scales} op_sel:[0,1,0] op_sel_hi:[1,0,0] {forms}",
+        ra,
+        rb,
+        rc,
+        words,
+    )
     factor = lambda e: np.repeat(2.0 ** (e.astype(float) - 127), 32, 1)  # noqa: E731
     np.testing.assert_array_equal(got.view("<f4"), ((a[0] * factor(ea)) @ (b[0] * factor(eb)).T + c)[where])
 
@@ -156,8 +169,14 @@ def test_a_scale_of_255_is_nan() -> None:
     scale[0, 3] = 255  # row 3, the first 32 of K
     ones = np.full((1, LANES), 127, "<u4")
     zero = [np.zeros((1, LANES), "<u4")] * 4
-    got = run("v_mfma_scale_f32_16x16x128_f8f6f4 v[128:131], v[32:35], v[40:43], v[48:51], v52, v53 op_sel_hi:[0,0,0] cbsz:4 blgp:4",
-              ra, rb, zero, [scale, ones]).view("<f4")  # fmt: skip
+    got = run(
+        "v_mfma_scale_f32_16x16x128_f8f6f4 v[128:131], v[32:35], v[40:43], v[48:51], v52, v53 "
+        "op_sel_hi:[0,0,0] cbsz:4 blgp:4",
+        ra,
+        rb,
+        zero,
+        [scale, ones],
+    ).view("<f4")
     place = result_place(m, 1)
     np.testing.assert_array_equal(np.isnan(got), place[..., 1] == 3)
 
@@ -174,10 +193,17 @@ def test_accumulation_registers_and_inline_constants() -> None:
 
 def test_doubles() -> None:
     rng = np.random.default_rng(8)
-    a, b, c = rng.integers(-99, 99, (16, 4)).astype("<f8"), rng.integers(-99, 99, (16, 4)).astype("<f8"), rng.integers(-9, 9, (16, 16)).astype("<f8")
+    a, b, c = (
+        rng.integers(-99, 99, (16, 4)).astype("<f8"),
+        rng.integers(-99, 99, (16, 4)).astype("<f8"),
+        rng.integers(-9, 9, (16, 16)).astype("<f8"),
+    )
     lanes = np.arange(64)
     halves = lambda d: [d.view("<u8").astype("<u4").reshape(1, 64), (d.view("<u8") >> 32).astype("<u4").reshape(1, 64)]  # noqa: E731
-    ra, rb = halves(np.ascontiguousarray(a[lanes % 16, lanes // 16])), halves(np.ascontiguousarray(b[lanes % 16, lanes // 16]))
+    ra, rb = (
+        halves(np.ascontiguousarray(a[lanes % 16, lanes // 16])),
+        halves(np.ascontiguousarray(b[lanes % 16, lanes // 16])),
+    )
     rc = [w for v in range(4) for w in halves(np.ascontiguousarray(c[4 * v + lanes // 16, lanes % 16]))]
     got = run("v_mfma_f64_16x16x4_f64 v[128:135], v[32:33], v[40:41], v[48:55]", ra, rb, rc)
     for v in range(4):

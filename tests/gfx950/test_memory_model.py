@@ -42,7 +42,16 @@ HANDOFF = """
     global_store_dword v1, v6, s[8:9]
     s_endpgm
 """
-RIGHT = {"store": "sc1", "wait": "s_waitcnt vmcnt(0)", "flag": "sc1", "after": "", "before": "", "poll": "sc1", "acquire": "", "load": "sc1"}
+RIGHT = {
+    "store": "sc1",
+    "wait": "s_waitcnt vmcnt(0)",
+    "flag": "sc1",
+    "after": "",
+    "before": "",
+    "poll": "sc1",
+    "acquire": "",
+    "load": "sc1",
+}
 
 LINGER = """s_movk_i32 s20, 0x800
 .Llinger:
@@ -110,7 +119,9 @@ def test_a_flag_without_scope_ends_in_a_report_that_names_the_store() -> None:
 
 
 def test_a_poll_without_scope_keeps_its_old_copy() -> None:
-    late = "s_movk_i32 s20, 0x80\n.Llate:\ns_sleep 1\ns_sub_u32 s20, s20, 1\ns_cmp_lg_u32 s20, 0\ns_cbranch_scc1 .Llate\n"
+    late = (
+        "s_movk_i32 s20, 0x80\n.Llate:\ns_sleep 1\ns_sub_u32 s20, s20, 1\ns_cmp_lg_u32 s20, 0\ns_cbranch_scc1 .Llate\n"
+    )
     with pytest.raises(ExecutionError, match="holds an old copy: a reader there needs sc1"):
         handoff(1, poll="", wait=late + "s_waitcnt vmcnt(0)")
 
@@ -180,7 +191,9 @@ def test_a_load_into_lds_lands_no_later_than_its_wait() -> None:
 
     def ok(seed: int, wait: str) -> bool:
         result = np.zeros(64, "<u4")
-        Emulator(Memory(source, result), model="weak", seed=seed).launch(assemble(body.format(wait=wait), lds=256), "k", 1, 64, [source, result])
+        Emulator(Memory(source, result), model="weak", seed=seed).launch(
+            assemble(body.format(wait=wait), lds=256), "k", 1, 64, [source, result]
+        )
         return bool(np.array_equal(result, source))
 
     assert all(ok(seed, "s_waitcnt vmcnt(0)") for seed in SEEDS)
@@ -193,10 +206,12 @@ def test_a_load_into_lds_lands_no_later_than_its_wait() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_devices_hand_over_at_system_scope_only(seed: int) -> None:
     """Device 1 reads what device 0 wrote; device scope (sc1) is not enough, system scope (sc0 sc1) is."""
-    body = HANDOFF.replace("s_cmp_lg_u32 s2, 0", "s_load_dword s13, s[0:1], 0x18\ns_waitcnt lgkmcnt(0)\ns_cmp_lg_u32 s13, 0")
+    body = HANDOFF.replace(
+        "s_cmp_lg_u32 s2, 0", "s_load_dword s13, s[0:1], 0x18\ns_waitcnt lgkmcnt(0)\ns_cmp_lg_u32 s13, 0"
+    )
 
     def run(**changes: str) -> np.ndarray:
-        parts = RIGHT | {k: "sc0 sc1" for k in ("store", "flag", "poll", "load")} | {"after": LINGER} | changes
+        parts = RIGHT | dict.fromkeys(("store", "flag", "poll", "load"), "sc0 sc1") | {"after": LINGER} | changes
         data, flag, result = np.zeros(64, "<u4"), np.zeros(32, "<u4"), np.zeros(64, "<u4")
         memory = Memory()
         memory.add(data, "data", device=0, peer=True)
@@ -211,14 +226,21 @@ def test_devices_hand_over_at_system_scope_only(seed: int) -> None:
     np.testing.assert_array_equal(run(), WANT)
     assert not np.array_equal(run(store="sc1"), WANT)
     with pytest.raises(ExecutionError, match="stops at device scope on device 0: its reader needs system scope"):
-        run(flag="sc1", after=LINGER.replace("s_sub_u32 s20, s20, 1", "s_load_dword s21, s[0:1], 0x0\ns_waitcnt lgkmcnt(0)"))
+        run(
+            flag="sc1",
+            after=LINGER.replace("s_sub_u32 s20, s20, 1", "s_load_dword s21, s[0:1], 0x0\ns_waitcnt lgkmcnt(0)"),
+        )
 
 
 def test_a_device_may_not_touch_anothers_private_memory() -> None:
     x = np.zeros(64, "<u4")
     memory = Memory()
     memory.add(x, "x", device=0)
-    body = "s_load_dwordx2 s[4:5], s[0:1], 0x0\nv_lshlrev_b32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v0, s[4:5]\ns_endpgm"
+    body = """s_load_dwordx2 s[4:5], s[0:1], 0x0
+        v_lshlrev_b32 v1, 2, v0
+        s_waitcnt lgkmcnt(0)
+        global_store_dword v1, v0, s[4:5]
+        s_endpgm"""
     Emulator(memory).run([Launch(assemble(body), "k", 1, 64, [x, x], device=0)])
     assert list(x) == list(range(64))
     with pytest.raises(ExecutionError, match="device 1"):
@@ -240,8 +262,8 @@ def test_a_barrier_that_not_all_waves_reach() -> None:
     .Lout:
         s_barrier
         s_endpgm"""
+    x = np.zeros(64, "<u4")
     with pytest.raises(ExecutionError) as stop:
-        x = np.zeros(64, "<u4")
         Emulator(Memory(x), deadlock_after=10_000).launch(assemble(body), "k", 1, 128, [x, x])
     assert stop.value.kind == "deadlock"
     assert "wave 0: running" in str(stop.value)
@@ -304,12 +326,20 @@ def reports(body: str, **options: object) -> list[str]:
     memory = Memory()
     memory.add(x, "x", uninitialised=True)
     head = "s_load_dwordx2 s[4:5], s[0:1], 0x0\nv_lshlrev_b32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\n"
-    result = Emulator(memory, uninitialised=True, **options).launch(assemble(head + body + "\ns_endpgm", lds=512), "k", 1, 64, [x, x])  # type: ignore[arg-type]
+    result = Emulator(memory, uninitialised=True, **options).launch(
+        assemble(head + body + "\ns_endpgm", lds=512), "k", 1, 64, [x, x]
+    )  # type: ignore[arg-type]
     return [r.kind for r in result.reports]
 
 
 def test_uninitialised_reads_are_reported_by_place() -> None:
-    assert reports("v_add_u32 v2, v1, v1\nglobal_store_dword v1, v2, s[4:5]\ns_waitcnt vmcnt(0)\nglobal_load_dword v3, v1, s[4:5]\ns_waitcnt vmcnt(0)") == []
+    assert (
+        reports(
+            "v_add_u32 v2, v1, v1\nglobal_store_dword v1, v2, s[4:5]\ns_waitcnt vmcnt(0)\n"
+            "global_load_dword v3, v1, s[4:5]\ns_waitcnt vmcnt(0)"
+        )
+        == []
+    )
     assert reports("v_add_u32 v2, v1, v9") == ["uninitialised register"]
     assert reports("global_load_dword v3, v1, s[4:5]\ns_waitcnt vmcnt(0)") == ["uninitialised memory"]
     assert reports("ds_read_b32 v3, v1\ns_waitcnt lgkmcnt(0)") == ["uninitialised LDS"]
@@ -338,7 +368,9 @@ def test_a_seed_gives_one_schedule() -> None:
             s_cbranch_scc1 .Lpoll
             global_store_dword v1, v2, s[4:5] sc1
             s_endpgm"""
-        done = Emulator(Memory(flags), model="weak", seed=seed, quantum=50).launch(assemble(body), "k", 64, 64, [flags, flags])
+        done = Emulator(Memory(flags), model="weak", seed=seed, quantum=50).launch(
+            assemble(body), "k", 64, 64, [flags, flags]
+        )
         return done.instructions, done.rounds
 
     assert trace(5) == trace(5)

@@ -27,18 +27,29 @@ def ones(x: int) -> int:
 
 
 BINARY: dict[str, Callable[[int, int], tuple[int, int | None]]] = {
-    "s_add_u32": lambda a, b: (a + b & M, int(a + b > M)), "s_sub_u32": lambda a, b: (a - b & M, int(b > a)),
-    "s_add_i32": lambda a, b: (a + b & M, int(not fits(signed(a) + signed(b)))), "s_sub_i32": lambda a, b: (a - b & M, int(not fits(signed(a) - signed(b)))),
-    "s_min_i32": lambda a, b: (min(signed(a), signed(b)) & M, int(signed(a) < signed(b))), "s_max_u32": lambda a, b: (max(a, b), int(a > b)),
-    "s_and_b32": lambda a, b: (a & b, int(a & b != 0)), "s_andn2_b32": lambda a, b: (a & ~b & M, int(a & ~b & M != 0)),
-    "s_nor_b32": lambda a, b: (~(a | b) & M, int(~(a | b) & M != 0)), "s_xnor_b32": lambda a, b: (~(a ^ b) & M, int(~(a ^ b) & M != 0)),
-    "s_lshl_b32": lambda a, b: (a << (b & 31) & M, int(a << (b & 31) & M != 0)), "s_lshr_b32": lambda a, b: (a >> (b & 31), int(a >> (b & 31) != 0)),
-    "s_ashr_i32": lambda a, b: (signed(a) >> (b & 31) & M, int(signed(a) >> (b & 31) != 0)), "s_mul_i32": lambda a, b: (a * b & M, None),
-    "s_mul_hi_u32": lambda a, b: (a * b >> 32, None), "s_mul_hi_i32": lambda a, b: (signed(a) * signed(b) >> 32 & M, None),
-    "s_bfm_b32": lambda a, b: (((1 << (a & 31)) - 1) << (b & 31) & M, None), "s_pack_lh_b32_b16": lambda a, b: (a & 0xFFFF | b & 0xFFFF0000, None),
-    "s_lshl3_add_u32": lambda a, b: ((a << 3) + b & M, int((a << 3) + b > M)), "s_absdiff_i32": lambda a, b: (abs(signed(a) - signed(b)) & M, int(a != b)),
-    "s_bfe_u32": lambda a, b: _bfe(a, b, False), "s_bfe_i32": lambda a, b: _bfe(a, b, True),
-}  # fmt: skip
+    "s_add_u32": lambda a, b: (a + b & M, int(a + b > M)),
+    "s_sub_u32": lambda a, b: (a - b & M, int(b > a)),
+    "s_add_i32": lambda a, b: (a + b & M, int(not fits(signed(a) + signed(b)))),
+    "s_sub_i32": lambda a, b: (a - b & M, int(not fits(signed(a) - signed(b)))),
+    "s_min_i32": lambda a, b: (min(signed(a), signed(b)) & M, int(signed(a) < signed(b))),
+    "s_max_u32": lambda a, b: (max(a, b), int(a > b)),
+    "s_and_b32": lambda a, b: (a & b, int(a & b != 0)),
+    "s_andn2_b32": lambda a, b: (a & ~b & M, int(a & ~b & M != 0)),
+    "s_nor_b32": lambda a, b: (~(a | b) & M, int(~(a | b) & M != 0)),
+    "s_xnor_b32": lambda a, b: (~(a ^ b) & M, int(~(a ^ b) & M != 0)),
+    "s_lshl_b32": lambda a, b: (a << (b & 31) & M, int(a << (b & 31) & M != 0)),
+    "s_lshr_b32": lambda a, b: (a >> (b & 31), int(a >> (b & 31) != 0)),
+    "s_ashr_i32": lambda a, b: (signed(a) >> (b & 31) & M, int(signed(a) >> (b & 31) != 0)),
+    "s_mul_i32": lambda a, b: (a * b & M, None),
+    "s_mul_hi_u32": lambda a, b: (a * b >> 32, None),
+    "s_mul_hi_i32": lambda a, b: (signed(a) * signed(b) >> 32 & M, None),
+    "s_bfm_b32": lambda a, b: (((1 << (a & 31)) - 1) << (b & 31) & M, None),
+    "s_pack_lh_b32_b16": lambda a, b: (a & 0xFFFF | b & 0xFFFF0000, None),
+    "s_lshl3_add_u32": lambda a, b: ((a << 3) + b & M, int((a << 3) + b > M)),
+    "s_absdiff_i32": lambda a, b: (abs(signed(a) - signed(b)) & M, int(a != b)),
+    "s_bfe_u32": lambda a, b: _bfe(a, b, False),
+    "s_bfe_i32": lambda a, b: _bfe(a, b, True),
+}
 
 
 def _bfe(a: int, b: int, sign: bool) -> tuple[int, int]:
@@ -77,12 +88,18 @@ def test_two_operands(name: str) -> None:
 
 
 UNARY: dict[str, Callable[[int], int]] = {
-    "s_not_b32": lambda a: ~a & M, "s_brev_b32": lambda a: int(f"{a:032b}"[::-1], 2), "s_bcnt1_i32_b32": ones, "s_bcnt0_i32_b32": lambda a: 32 - ones(a),
-    "s_ff1_i32_b32": lambda a: (a & -a).bit_length() - 1 & M, "s_ff0_i32_b32": lambda a: (~a & M & -(~a & M)).bit_length() - 1 & M,
-    "s_flbit_i32_b32": lambda a: 32 - a.bit_length() if a else M, "s_sext_i32_i8": lambda a: (a & 255 ^ 128) - 128 & M,
-    "s_sext_i32_i16": lambda a: (a & 0xFFFF ^ 0x8000) - 0x8000 & M, "s_abs_i32": lambda a: abs(signed(a)) & M,
+    "s_not_b32": lambda a: ~a & M,
+    "s_brev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
+    "s_bcnt1_i32_b32": ones,
+    "s_bcnt0_i32_b32": lambda a: 32 - ones(a),
+    "s_ff1_i32_b32": lambda a: (a & -a).bit_length() - 1 & M,
+    "s_ff0_i32_b32": lambda a: (~a & M & -(~a & M)).bit_length() - 1 & M,
+    "s_flbit_i32_b32": lambda a: 32 - a.bit_length() if a else M,
+    "s_sext_i32_i8": lambda a: (a & 255 ^ 128) - 128 & M,
+    "s_sext_i32_i16": lambda a: (a & 0xFFFF ^ 0x8000) - 0x8000 & M,
+    "s_abs_i32": lambda a: abs(signed(a)) & M,
     "s_flbit_i32": lambda a: (32 - (a if a < 1 << 31 else ~a & M).bit_length()) if a not in (0, M) else M,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -96,11 +113,21 @@ RELATIONS = {"eq": "__eq__", "lg": "__ne__", "gt": "__gt__", "ge": "__ge__", "lt
 
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_comparisons(relation: str) -> None:
-    got = scalar_probe(f"s_cmp_{relation}_u32 s20, s21\ns_cselect_b32 s30, 1, 0\ns_cmp_{relation}_i32 s20, s21\ns_cselect_b32 s31, 1, 0\n"
-                       f"s_cmpk_{relation}_i32 s20, 0xff80\ns_cselect_b32 s32, 1, 0\ns_cmpk_{relation}_u32 s20, 0xffff\ns_cselect_b32 s33, 1, 0", 4)  # fmt: skip
+    got = scalar_probe(
+        f"s_cmp_{relation}_u32 s20, s21\ns_cselect_b32 s30, 1, 0\n"
+        f"s_cmp_{relation}_i32 s20, s21\ns_cselect_b32 s31, 1, 0\n"
+        f"s_cmpk_{relation}_i32 s20, 0xff80\ns_cselect_b32 s32, 1, 0\n"
+        f"s_cmpk_{relation}_u32 s20, 0xffff\ns_cselect_b32 s33, 1, 0",
+        4,
+    )
     method = RELATIONS[relation]
     for lane, (a, b) in enumerate(zip(*pairs(), strict=True)):
-        want = [getattr(a, method)(b), getattr(signed(a), method)(signed(b)), getattr(signed(a), method)(-128), getattr(a, method)(0xFFFF)]
+        want = [
+            getattr(a, method)(b),
+            getattr(signed(a), method)(signed(b)),
+            getattr(signed(a), method)(-128),
+            getattr(a, method)(0xFFFF),
+        ]
         assert [int(g[lane]) for g in got] == want, (hex(a), hex(b))
 
 

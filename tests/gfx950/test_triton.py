@@ -9,20 +9,34 @@ import small_floats as small
 import torch
 import triton_kernels as tk
 
-SCHEDULES: list[dict[str, Any]] = [{}, {"model": "weak", "seed": 1}, {"model": "weak", "seed": 2, "quantum": 37}, {"seed": 3, "quantum": 100_000}]
-schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()) or "flat")
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"model": "weak", "seed": 1},
+    {"model": "weak", "seed": 2, "quantum": 37},
+    {"seed": 3, "quantum": 100_000},
+]
+schedules = pytest.mark.parametrize(
+    "schedule", SCHEDULES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()) or "flat"
+)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
-@pytest.mark.parametrize("dtype, instruction", [(torch.bfloat16, 16), (torch.bfloat16, 32), (torch.float16, 16), (torch.float16, 32), (torch.float32, 16)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "instruction"),
+    [(torch.bfloat16, 16), (torch.bfloat16, 32), (torch.float16, 16), (torch.float16, 32), (torch.float32, 16)],
+    ids=str,
+)
 @schedules
 def test_matmul(dtype: torch.dtype, instruction: int, schedule: dict[str, Any]) -> None:
     torch.manual_seed(0)
     size, block = (128, 64), (64, 64, 32)
     a, b, c = torch.randn(size).to(dtype), torch.randn(size[1], 128).to(dtype), torch.zeros(128, 128)
-    built = tk.build(tk.matmul, {"a": TYPES[dtype], "b": TYPES[dtype], "c": "*fp32", "M": "i32", "N": "i32", "K": "i32"},
-                     dict(zip(("BM", "BN", "BK"), block, strict=True)), matrix_instr_nonkdim=instruction)  # fmt: skip
+    built = tk.build(
+        tk.matmul,
+        {"a": TYPES[dtype], "b": TYPES[dtype], "c": "*fp32", "M": "i32", "N": "i32", "K": "i32"},
+        dict(zip(("BM", "BN", "BK"), block, strict=True)),
+        matrix_instr_nonkdim=instruction,
+    )
     result = tk.run(built, (2, 2), [a, b, c, 128, 128, 64], uninitialised=True, **schedule)
     torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-5, atol=1e-4)
     assert not result.reports
@@ -48,12 +62,18 @@ def scaled(name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("instruction", [16, 32])
-@pytest.mark.parametrize("formats", [("e2m1", "e2m1"), ("e4m3", "e2m1"), ("e2m1", "e4m3"), ("e4m3", "e4m3"), ("e5m2", "e2m1")], ids="-".join)
+@pytest.mark.parametrize(
+    "formats", [("e2m1", "e2m1"), ("e4m3", "e2m1"), ("e2m1", "e4m3"), ("e4m3", "e4m3"), ("e5m2", "e2m1")], ids="-".join
+)
 def test_scaled_matmul(formats: tuple[str, str], instruction: int) -> None:
     (a, sa, left), (b, sb, right) = scaled(formats[0], 1), scaled(formats[1], 2)
     (ta, pa, _), (tb, pb, _) = FORMATS[formats[0]], FORMATS[formats[1]]
-    built = tk.build(tk.matmul_scaled, {"a": ta, "sa": "*u8", "b": tb, "sb": "*u8", "c": "*fp32"},
-                     {"BM": 64, "BN": 64, "BK": 256, "AF": formats[0], "BF": formats[1], "AP": pa, "BP": pb}, matrix_instr_nonkdim=instruction)  # fmt: skip
+    built = tk.build(
+        tk.matmul_scaled,
+        {"a": ta, "sa": "*u8", "b": tb, "sb": "*u8", "c": "*fp32"},
+        {"BM": 64, "BN": 64, "BK": 256, "AF": formats[0], "BF": formats[1], "AP": pa, "BP": pb},
+        matrix_instr_nonkdim=instruction,
+    )
     c = torch.zeros(64, 64)
     tk.run(built, 1, [a, sa, b, sb, c], model="weak", seed=1)
     want = left @ right.T
@@ -73,7 +93,11 @@ def test_softmax(schedule: dict[str, Any]) -> None:
 def test_layer_norm(schedule: dict[str, Any]) -> None:
     torch.manual_seed(0)
     x, w, b, y = torch.randn(24, 1000), torch.randn(1000), torch.randn(1000), torch.zeros(24, 1000)
-    built = tk.build(tk.layer_norm, {"x": "*fp32", "weight": "*fp32", "bias": "*fp32", "y": "*fp32", "N": "i32", "eps": "fp32"}, {"BLOCK": 1024})
+    built = tk.build(
+        tk.layer_norm,
+        {"x": "*fp32", "weight": "*fp32", "bias": "*fp32", "y": "*fp32", "N": "i32", "eps": "fp32"},
+        {"BLOCK": 1024},
+    )
     tk.run(built, 24, [x, w, b, y, 1000, 1e-5], **schedule)
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (1000,), w, b), rtol=1e-4, atol=1e-5)
 
@@ -89,7 +113,11 @@ def test_dropout_draws_random_numbers() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_barrier_across_the_grid(seed: int) -> None:
-    counter, mine, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    counter, mine, sums = (
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(64, dtype=torch.int32),
+        torch.zeros(64, dtype=torch.int32),
+    )
     built = tk.build(tk.grid_barrier, {"counter": "*i32", "mine": "*i32", "sums": "*i32"}, {"BLOCKS": 64})
     tk.run(built, 64, [counter, mine, sums], model="weak", seed=seed)
     assert (sums == 64 * 65 // 2).all()

@@ -28,12 +28,16 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         x, y, z = float(a[i]), float(b[i]), float(c[i])
         if not all(map(math.isfinite, (x, y, z))):
             with np.errstate(all="ignore"):
-                product = F(0) if (x == 0 or y == 0) and math.isfinite(x) and math.isfinite(y) else np.float64(x) * np.float64(y)
+                product = (
+                    F(0)
+                    if (x == 0 or y == 0) and math.isfinite(x) and math.isfinite(y)
+                    else np.float64(x) * np.float64(y)
+                )
                 out[i] = np.float64(product) + z if not math.isnan(float(product)) else np.nan
             continue
         exact = Fraction(x) * Fraction(y) + Fraction(z)
         if exact == 0:
-            out[i] = F(x) * F(y) + F(z) if Fraction(x) * Fraction(y) == 0 else (F(0) if z else F(0))
+            out[i] = F(x) * F(y) + F(z) if Fraction(x) * Fraction(y) == 0 else F(0)
             continue
         out[i] = round_fraction(exact)
     return out
@@ -75,9 +79,13 @@ def quiet_only(*words: np.ndarray) -> list[np.ndarray]:
 
 
 BINARY: dict[str, Model] = {
-    "v_add_f32": lambda a, b: a + b, "v_sub_f32": lambda a, b: a - b, "v_subrev_f32": lambda a, b: b - a,
-    "v_mul_f32": lambda a, b: a * b, "v_max_f32": maximum, "v_min_f32": minimum,
-}  # fmt: skip
+    "v_add_f32": lambda a, b: a + b,
+    "v_sub_f32": lambda a, b: a - b,
+    "v_subrev_f32": lambda a, b: b - a,
+    "v_mul_f32": lambda a, b: a * b,
+    "v_max_f32": maximum,
+    "v_min_f32": minimum,
+}
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -107,15 +115,24 @@ def test_literal_forms() -> None:
     assert_same_floats(got[1], fma(f32(a), f32(b), half), a, b)
 
 
-@pytest.mark.parametrize("modifier, model", [
-    ("-v32, v33", lambda a, b: -a + b), ("|v32|, v33", lambda a, b: np.abs(a) + b), ("-|v32|, -v33", lambda a, b: -np.abs(a) - b),
-    ("v32, v33 mul:2", lambda a, b: (a + b) * F(2)), ("v32, v33 div:2", lambda a, b: (a + b) * F(0.5)),
-    ("v32, v33 clamp", lambda a, b: np.where(np.isnan(a + b), 0, np.clip(a + b, 0, 1))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("modifier", "model"),
+    [
+        ("-v32, v33", lambda a, b: -a + b),
+        ("|v32|, v33", lambda a, b: np.abs(a) + b),
+        ("-|v32|, -v33", lambda a, b: -np.abs(a) - b),
+        ("v32, v33 mul:2", lambda a, b: (a + b) * F(2)),
+        ("v32, v33 div:2", lambda a, b: (a + b) * F(0.5)),
+        ("v32, v33 clamp", lambda a, b: np.where(np.isnan(a + b), 0, np.clip(a + b, 0, 1))),
+    ],
+)
 def test_modifiers(modifier: str, model: Model) -> None:
     a, b = quiet_only(*float_bits(2))
-    assert_same_floats(probe(f"v_add_f32_e64 v128, {modifier}", [a, b], 1)[0], model(f32(a), f32(b)).astype(F) + F(0), a, b) \
-        if "clamp" in modifier else assert_same_floats(probe(f"v_add_f32_e64 v128, {modifier}", [a, b], 1)[0], model(f32(a), f32(b)), a, b)  # fmt: skip
+    assert_same_floats(
+        probe(f"v_add_f32_e64 v128, {modifier}", [a, b], 1)[0], model(f32(a), f32(b)).astype(F) + F(0), a, b
+    ) if "clamp" in modifier else assert_same_floats(
+        probe(f"v_add_f32_e64 v128, {modifier}", [a, b], 1)[0], model(f32(a), f32(b)), a, b
+    )
 
 
 def test_denormals_can_be_flushed() -> None:
@@ -128,11 +145,18 @@ def test_denormals_can_be_flushed() -> None:
 
 
 TERNARY: dict[str, Model] = {
-    "v_max3_f32": lambda a, b, c: maximum(maximum(a, b), c), "v_min3_f32": lambda a, b, c: minimum(minimum(a, b), c),
-    "v_med3_f32": lambda a, b, c: np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), minimum(minimum(a, b), c), np.sort(np.stack([a, b, c]), 0)[1]),
-    "v_maximum3_f32": lambda a, b, c: np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), np.nan, maximum(maximum(a, b), c)),
-    "v_minimum3_f32": lambda a, b, c: np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), np.nan, minimum(minimum(a, b), c)),
-}  # fmt: skip
+    "v_max3_f32": lambda a, b, c: maximum(maximum(a, b), c),
+    "v_min3_f32": lambda a, b, c: minimum(minimum(a, b), c),
+    "v_med3_f32": lambda a, b, c: np.where(
+        np.isnan(a) | np.isnan(b) | np.isnan(c), minimum(minimum(a, b), c), np.sort(np.stack([a, b, c]), 0)[1]
+    ),
+    "v_maximum3_f32": lambda a, b, c: np.where(
+        np.isnan(a) | np.isnan(b) | np.isnan(c), np.nan, maximum(maximum(a, b), c)
+    ),
+    "v_minimum3_f32": lambda a, b, c: np.where(
+        np.isnan(a) | np.isnan(b) | np.isnan(c), np.nan, minimum(minimum(a, b), c)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TERNARY)
@@ -146,10 +170,15 @@ def test_three_operands(name: str) -> None:
 
 
 UNARY: dict[str, Model] = {
-    "v_rndne_f32": np.rint, "v_floor_f32": np.floor, "v_ceil_f32": np.ceil, "v_trunc_f32": np.trunc,
+    "v_rndne_f32": np.rint,
+    "v_floor_f32": np.floor,
+    "v_ceil_f32": np.ceil,
+    "v_trunc_f32": np.trunc,
     "v_frexp_mant_f32": lambda a: np.where(np.isfinite(a), np.frexp(a)[0], a).astype(F),
-    "v_fract_f32": lambda a: np.where(np.isfinite(a), np.minimum((a - np.floor(a)).astype(F), F(0.99999994)), np.nan).astype(F),
-}  # fmt: skip
+    "v_fract_f32": lambda a: np.where(
+        np.isfinite(a), np.minimum((a - np.floor(a)).astype(F), F(0.99999994)), np.nan
+    ).astype(F),
+}
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -159,8 +188,12 @@ def test_rounding_and_parts(name: str) -> None:
 
 
 TRANSCENDENTAL: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "v_exp_f32": np.exp2, "v_log_f32": np.log2, "v_rcp_f32": lambda a: 1 / a, "v_rsq_f32": lambda a: 1 / np.sqrt(a), "v_sqrt_f32": np.sqrt,
-}  # fmt: skip
+    "v_exp_f32": np.exp2,
+    "v_log_f32": np.log2,
+    "v_rcp_f32": lambda a: 1 / a,
+    "v_rsq_f32": lambda a: 1 / np.sqrt(a),
+    "v_sqrt_f32": np.sqrt,
+}
 
 
 @pytest.mark.parametrize("name", TRANSCENDENTAL)
@@ -217,20 +250,36 @@ CLASSES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 def test_class_bits() -> None:
     (a,) = float_bits(1)
     e, m, s = a >> 23 & 255, a & 0x7FFFFF, a >> 31
-    which = np.select([(e == 255) & (m != 0), e == 255, e != 0, m != 0], [np.where(m >> 22, 1, 0), np.where(s, 2, 9), np.where(s, 3, 8), np.where(s, 4, 7)],
-                      np.where(s, 5, 6))  # fmt: skip
-    code = "\n".join(f"v_mov_b32 v40, {c}\nv_cmp_class_f32 s[20:21], v32, v40\nv_cndmask_b32 v{128 + k}, 0, 1, s[20:21]" for k, c in enumerate(CLASSES))
+    which = np.select(
+        [(e == 255) & (m != 0), e == 255, e != 0, m != 0],
+        [np.where(m >> 22, 1, 0), np.where(s, 2, 9), np.where(s, 3, 8), np.where(s, 4, 7)],
+        np.where(s, 5, 6),
+    )
+    code = "\n".join(
+        f"v_mov_b32 v40, {c}\nv_cmp_class_f32 s[20:21], v32, v40\nv_cndmask_b32 v{128 + k}, 0, 1, s[20:21]"
+        for k, c in enumerate(CLASSES)
+    )
     got = probe(code, [a], 10)
     for k in range(10):
         assert_same_words(got[k], (which == k).astype("<u4"), a)
 
 
 ORDERED: dict[str, Model] = {
-    "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "lg": lambda a, b: (a < b) | (a > b),
-    "ge": lambda a, b: a >= b, "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "u": lambda a, b: np.isnan(a) | np.isnan(b),
-    "nge": lambda a, b: ~(a >= b), "nlg": lambda a, b: ~((a < b) | (a > b)), "ngt": lambda a, b: ~(a > b), "nle": lambda a, b: ~(a <= b),
-    "neq": lambda a, b: ~(a == b), "nlt": lambda a, b: ~(a < b),
-}  # fmt: skip
+    "lt": lambda a, b: a < b,
+    "eq": lambda a, b: a == b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "lg": lambda a, b: (a < b) | (a > b),
+    "ge": lambda a, b: a >= b,
+    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b),
+    "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "ngt": lambda a, b: ~(a > b),
+    "nle": lambda a, b: ~(a <= b),
+    "neq": lambda a, b: ~(a == b),
+    "nlt": lambda a, b: ~(a < b),
+}
 
 
 @pytest.mark.parametrize("name", ORDERED)
@@ -255,8 +304,12 @@ def same_halves(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray) -> None:
 
 
 HALF: dict[str, Model] = {
-    "v_add_f16": lambda a, b: a + b, "v_sub_f16": lambda a, b: a - b, "v_mul_f16": lambda a, b: a * b, "v_max_f16": maximum, "v_min_f16": minimum,
-}  # fmt: skip
+    "v_add_f16": lambda a, b: a + b,
+    "v_sub_f16": lambda a, b: a - b,
+    "v_mul_f16": lambda a, b: a * b,
+    "v_max_f16": maximum,
+    "v_min_f16": minimum,
+}
 
 
 @pytest.mark.parametrize("name", HALF)
@@ -274,7 +327,12 @@ def test_halves(name: str) -> None:
 
 def test_half_fma_and_inline_constants() -> None:
     a, b, c = half_bits(3)
-    got = probe("v_fma_f16 v128, v32, v33, v34\nv_add_f16 v129, 1.0, v32\nv_pk_fma_f16 v130, v32, v33, v34 neg_lo:[1,0,0] neg_hi:[0,1,0]", [a, b, c], 3)
+    got = probe(
+        "v_fma_f16 v128, v32, v33, v34\nv_add_f16 v129, 1.0, v32\n"
+        "v_pk_fma_f16 v130, v32, v33, v34 neg_lo:[1,0,0] neg_hi:[0,1,0]",
+        [a, b, c],
+        3,
+    )
     exact = lambda x, y, z: x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)  # noqa: E731
     same_halves(got[0], exact(half(a), half(b), half(c)), a, b, c)
     same_halves(got[1], half(a) + np.float16(1), a)
@@ -286,8 +344,12 @@ def test_mixed_precision() -> None:
     (a,), (b,), (c,) = half_bits(1, 1), float_bits(1, 2), half_bits(1, 3)
     rows = min(len(a), len(b), len(c))
     a, b, c = a[:rows], quiet_only(b)[0][:rows], c[:rows]
-    got = probe("v_fma_mix_f32 v128, v32, v33, v34 op_sel:[1,0,0] op_sel_hi:[1,0,1]\nv_mov_b32 v129, 0\nv_fma_mixhi_f16 v129, v32, v33, v34 op_sel_hi:[1,0,1]",
-                [a, b, c], 2)  # fmt: skip
+    got = probe(
+        "v_fma_mix_f32 v128, v32, v33, v34 op_sel:[1,0,0] op_sel_hi:[1,0,1]\n"
+        "v_mov_b32 v129, 0\nv_fma_mixhi_f16 v129, v32, v33, v34 op_sel_hi:[1,0,1]",
+        [a, b, c],
+        2,
+    )
     assert_same_floats(got[0], fma(half(a >> 16).astype(F), f32(b), half(c).astype(F)), a, b, c)
     same_halves(got[1] >> 16, fma(half(a).astype(F), f32(b), half(c).astype(F)).astype("<f2"), a, b, c)
     assert not (got[1] & 0xFFFF).any()

@@ -26,7 +26,11 @@ def s24(x: np.ndarray) -> np.ndarray:
 
 
 def low(x: np.ndarray) -> np.ndarray:
-    return (np.asarray(x).astype(np.int64) & 0xFFFFFFFF).astype(U) if np.asarray(x).dtype != np.uint64 else np.asarray(x).astype(U)
+    return (
+        (np.asarray(x).astype(np.int64) & 0xFFFFFFFF).astype(U)
+        if np.asarray(x).dtype != np.uint64
+        else np.asarray(x).astype(U)
+    )
 
 
 def popcount(x: np.ndarray) -> np.ndarray:
@@ -79,42 +83,67 @@ def sad(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 UNARY: dict[str, Model] = {
-    "v_mov_b32": lambda a: a, "v_not_b32": lambda a: ~a, "v_bfrev_b32": reverse, "v_ffbh_u32": leading, "v_ffbl_b32": trailing,
+    "v_mov_b32": lambda a: a,
+    "v_not_b32": lambda a: ~a,
+    "v_bfrev_b32": reverse,
+    "v_ffbh_u32": leading,
+    "v_ffbl_b32": trailing,
     "v_ffbh_i32": lambda a: leading(np.where(a >> 31, ~a, a)),
     "v_prng_b32": lambda a: low(u64(a) << np.uint64(1)) ^ np.where(a >> 31, U(197), U(0)),
-}  # fmt: skip
+}
 BINARY: dict[str, Model] = {
-    "v_and_b32": lambda a, b: a & b, "v_or_b32": lambda a, b: a | b, "v_xor_b32": lambda a, b: a ^ b,
-    "v_xnor_b32": lambda a, b: ~(a ^ b), "v_add_u32": lambda a, b: a + b, "v_sub_u32": lambda a, b: a - b,
-    "v_subrev_u32": lambda a, b: b - a, "v_lshlrev_b32": lambda a, b: low(u64(b) << u64(a & 31)),
-    "v_lshrrev_b32": lambda a, b: b >> (a & 31), "v_ashrrev_i32": lambda a, b: low(i64(b) >> (a & 31)),
+    "v_and_b32": lambda a, b: a & b,
+    "v_or_b32": lambda a, b: a | b,
+    "v_xor_b32": lambda a, b: a ^ b,
+    "v_xnor_b32": lambda a, b: ~(a ^ b),
+    "v_add_u32": lambda a, b: a + b,
+    "v_sub_u32": lambda a, b: a - b,
+    "v_subrev_u32": lambda a, b: b - a,
+    "v_lshlrev_b32": lambda a, b: low(u64(b) << u64(a & 31)),
+    "v_lshrrev_b32": lambda a, b: b >> (a & 31),
+    "v_ashrrev_i32": lambda a, b: low(i64(b) >> (a & 31)),
     "v_mul_u32_u24": lambda a, b: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF)),
     "v_mul_hi_u32_u24": lambda a, b: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF) >> np.uint64(32)),
-    "v_mul_i32_i24": lambda a, b: low(s24(a) * s24(b)), "v_mul_hi_i32_i24": lambda a, b: low(s24(a) * s24(b) >> 32),
-    "v_min_u32": np.minimum, "v_max_u32": np.maximum, "v_min_i32": lambda a, b: low(np.minimum(i64(a), i64(b))),
+    "v_mul_i32_i24": lambda a, b: low(s24(a) * s24(b)),
+    "v_mul_hi_i32_i24": lambda a, b: low(s24(a) * s24(b) >> 32),
+    "v_min_u32": np.minimum,
+    "v_max_u32": np.maximum,
+    "v_min_i32": lambda a, b: low(np.minimum(i64(a), i64(b))),
     "v_max_i32": lambda a, b: low(np.maximum(i64(a), i64(b))),
-    "v_mul_lo_u32": lambda a, b: low(u64(a) * u64(b)), "v_mul_hi_u32": lambda a, b: low(u64(a) * u64(b) >> np.uint64(32)),
-    "v_mul_hi_i32": lambda a, b: low(i64(a) * i64(b) >> 32), "v_bcnt_u32_b32": lambda a, b: popcount(a) + b,
+    "v_mul_lo_u32": lambda a, b: low(u64(a) * u64(b)),
+    "v_mul_hi_u32": lambda a, b: low(u64(a) * u64(b) >> np.uint64(32)),
+    "v_mul_hi_i32": lambda a, b: low(i64(a) * i64(b) >> 32),
+    "v_bcnt_u32_b32": lambda a, b: popcount(a) + b,
     "v_bfm_b32": lambda a, b: low(((np.uint64(1) << u64(a & 31)) - np.uint64(1)) << u64(b & 31)),
     "v_cvt_pk_u16_u32": lambda a, b: np.minimum(a, 0xFFFF) | np.minimum(b, 0xFFFF) << 16,
-    "v_cvt_pk_i16_i32": lambda a, b: low(np.clip(i64(a), -32768, 32767) & 0xFFFF) | low((np.clip(i64(b), -32768, 32767) & 0xFFFF) << 16),
-    "v_add_i32": lambda a, b: a + b, "v_sub_i32": lambda a, b: a - b,
-}  # fmt: skip
+    "v_cvt_pk_i16_i32": lambda a, b: (
+        low(np.clip(i64(a), -32768, 32767) & 0xFFFF) | low((np.clip(i64(b), -32768, 32767) & 0xFFFF) << 16)
+    ),
+    "v_add_i32": lambda a, b: a + b,
+    "v_sub_i32": lambda a, b: a - b,
+}
 TERNARY: dict[str, Model] = {
     "v_mad_u32_u24": lambda a, b, c: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF) + u64(c)),
     "v_mad_i32_i24": lambda a, b, c: low(s24(a) * s24(b) + i64(c)),
-    "v_lshl_or_b32": lambda a, b, c: low(u64(a) << u64(b & 31)) | c, "v_lshl_add_u32": lambda a, b, c: low(u64(a) << u64(b & 31)) + c,
-    "v_add_lshl_u32": lambda a, b, c: low(u64(a + b) << u64(c & 31)), "v_and_or_b32": lambda a, b, c: (a & b) | c,
-    "v_or3_b32": lambda a, b, c: a | b | c, "v_add3_u32": lambda a, b, c: a + b + c, "v_xad_u32": lambda a, b, c: (a ^ b) + c,
-    "v_bfi_b32": lambda a, b, c: (a & b) | (~a & c), "v_bfe_u32": lambda a, b, c: bfe(a, b, c, False),
+    "v_lshl_or_b32": lambda a, b, c: low(u64(a) << u64(b & 31)) | c,
+    "v_lshl_add_u32": lambda a, b, c: low(u64(a) << u64(b & 31)) + c,
+    "v_add_lshl_u32": lambda a, b, c: low(u64(a + b) << u64(c & 31)),
+    "v_and_or_b32": lambda a, b, c: (a & b) | c,
+    "v_or3_b32": lambda a, b, c: a | b | c,
+    "v_add3_u32": lambda a, b, c: a + b + c,
+    "v_xad_u32": lambda a, b, c: (a ^ b) + c,
+    "v_bfi_b32": lambda a, b, c: (a & b) | (~a & c),
+    "v_bfe_u32": lambda a, b, c: bfe(a, b, c, False),
     "v_bfe_i32": lambda a, b, c: bfe(a, b, c, True),
     "v_alignbit_b32": lambda a, b, c: low((u64(a) << np.uint64(32) | u64(b)) >> u64(c & 31)),
     "v_alignbyte_b32": lambda a, b, c: low((u64(a) << np.uint64(32) | u64(b)) >> u64(8 * (c & 3))),
-    "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c), "v_max3_i32": lambda a, b, c: low(np.maximum(np.maximum(i64(a), i64(b)), i64(c))),
+    "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
+    "v_max3_i32": lambda a, b, c: low(np.maximum(np.maximum(i64(a), i64(b)), i64(c))),
     "v_med3_u32": lambda a, b, c: np.sort(np.stack([a, b, c]), 0)[1],
     "v_med3_i32": lambda a, b, c: low(np.sort(np.stack([i64(a), i64(b), i64(c)]), 0)[1]),
-    "v_perm_b32": perm, "v_sad_u8": sad,
-}  # fmt: skip
+    "v_perm_b32": perm,
+    "v_sad_u8": sad,
+}
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -167,7 +196,9 @@ SATURATING: dict[str, Model] = {
 @pytest.mark.parametrize("name", SATURATING)
 def test_clamp_saturates_integers(name: str) -> None:
     a, b = integers(2)
-    assert_same_words(probe(f"{name}_e64 v128, v32, v33 clamp".replace("i32_e64", "i32"), [a, b], 1)[0], SATURATING[name](a, b), a, b)
+    assert_same_words(
+        probe(f"{name}_e64 v128, v32, v33 clamp".replace("i32_e64", "i32"), [a, b], 1)[0], SATURATING[name](a, b), a, b
+    )
 
 
 def i16(x: np.ndarray) -> np.ndarray:
@@ -175,12 +206,16 @@ def i16(x: np.ndarray) -> np.ndarray:
 
 
 SHORT: dict[str, Model] = {
-    "v_add_u16": lambda a, b: (a + b) & 0xFFFF, "v_sub_u16": lambda a, b: (a - b) & 0xFFFF, "v_subrev_u16": lambda a, b: (b - a) & 0xFFFF,
+    "v_add_u16": lambda a, b: (a + b) & 0xFFFF,
+    "v_sub_u16": lambda a, b: (a - b) & 0xFFFF,
+    "v_subrev_u16": lambda a, b: (b - a) & 0xFFFF,
     "v_mul_lo_u16": lambda a, b: low(u64(a & 0xFFFF) * u64(b & 0xFFFF)) & 0xFFFF,
-    "v_lshlrev_b16": lambda a, b: ((b & 0xFFFF) << (a & 15)) & 0xFFFF, "v_lshrrev_b16": lambda a, b: (b & 0xFFFF) >> (a & 15),
+    "v_lshlrev_b16": lambda a, b: ((b & 0xFFFF) << (a & 15)) & 0xFFFF,
+    "v_lshrrev_b16": lambda a, b: (b & 0xFFFF) >> (a & 15),
     "v_ashrrev_i16": lambda a, b: low(i16(b) >> (a & 15)) & 0xFFFF,
-    "v_max_u16": lambda a, b: np.maximum(a & 0xFFFF, b & 0xFFFF), "v_min_i16": lambda a, b: low(np.minimum(i16(a), i16(b))) & 0xFFFF,
-}  # fmt: skip
+    "v_max_u16": lambda a, b: np.maximum(a & 0xFFFF, b & 0xFFFF),
+    "v_min_i16": lambda a, b: low(np.minimum(i16(a), i16(b))) & 0xFFFF,
+}
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -197,10 +232,13 @@ def test_op_sel_takes_the_upper_halves_and_keeps_the_rest() -> None:
 
 
 PACKED: dict[str, Model] = {
-    "v_pk_add_u16": lambda a, b: a + b, "v_pk_sub_i16": lambda a, b: a - b, "v_pk_mul_lo_u16": lambda a, b: a * b,
-    "v_pk_max_i16": lambda a, b: np.maximum(a, b), "v_pk_lshlrev_b16": lambda a, b: b << (a & 15),
+    "v_pk_add_u16": lambda a, b: a + b,
+    "v_pk_sub_i16": lambda a, b: a - b,
+    "v_pk_mul_lo_u16": lambda a, b: a * b,
+    "v_pk_max_i16": lambda a, b: np.maximum(a, b),
+    "v_pk_lshlrev_b16": lambda a, b: b << (a & 15),
     "v_pk_ashrrev_i16": lambda a, b: b >> (a & 15),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -217,8 +255,11 @@ def test_packed_shorts(name: str, select: str) -> None:
 
 def test_carries_in_and_out() -> None:
     a, b = integers(2)
-    code = "v_add_co_u32 v128, vcc, v32, v33\nv_addc_co_u32 v129, vcc, v33, v32, vcc\nv_subb_co_u32 v130, s[20:21], v32, v33, vcc\n" \
-           "v_cndmask_b32 v131, 0, 1, s[20:21]"  # fmt: skip
+    code = (
+        "v_add_co_u32 v128, vcc, v32, v33\nv_addc_co_u32 v129, vcc, v33, v32, vcc\n"
+        "v_subb_co_u32 v130, s[20:21], v32, v33, vcc\n"
+        "v_cndmask_b32 v131, 0, 1, s[20:21]"
+    )
     got = probe(code, [a, b], 4)
     total = u64(a) + u64(b)
     carry = total >> np.uint64(32)
@@ -243,14 +284,27 @@ def test_64_bit_arithmetic() -> None:
     got = probe(code, [a, b, c, d], 12)
     pair = u64(a) | u64(b) << np.uint64(32)
     signed = (i64(a) * i64(b)).astype(np.uint64)
-    want = [u64(a) * u64(b) + wide, signed + wide, (wide << np.uint64(3)) + pair, wide << u64(a & 63),
-            (wide.astype(np.int64) >> (a & 63)).astype(np.uint64), np.uint64(0xFFFFFFFFFFFFFFFF) >> u64(a & 63)]  # fmt: skip
+    want = [
+        u64(a) * u64(b) + wide,
+        signed + wide,
+        (wide << np.uint64(3)) + pair,
+        wide << u64(a & 63),
+        (wide.astype(np.int64) >> (a & 63)).astype(np.uint64),
+        np.uint64(0xFFFFFFFFFFFFFFFF) >> u64(a & 63),
+    ]
     for k, w in enumerate(want):
         assert_same_words(got[2 * k], low(w), a, b, c, d)
         assert_same_words(got[2 * k + 1], low(w >> np.uint64(32)), a, b, c, d)
 
 
-COMPARISONS = {"lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ne": np.not_equal, "ge": np.greater_equal}
+COMPARISONS = {
+    "lt": np.less,
+    "eq": np.equal,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ne": np.not_equal,
+    "ge": np.greater_equal,
+}
 
 
 @pytest.mark.parametrize("kind", ["u32", "i32", "u16", "i16", "u64", "i64"])

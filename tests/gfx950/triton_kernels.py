@@ -1,6 +1,4 @@
-"""Kernels for Triton's AMD backend, which compiles for gfx950 without a GPU: the ideas of its tutorials, written anew."""
-
-# ruff: noqa: N803, N806
+"""Kernels for Triton's AMD backend, which compiles for gfx950 without a GPU: the ideas of its tutorials, anew."""
 
 from __future__ import annotations
 
@@ -31,8 +29,20 @@ def matmul(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def matmul_scaled(a, sa, b, sb, c, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AF: tl.constexpr, BF: tl.constexpr,
-                  AP: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+def matmul_scaled(
+    a,
+    sa,
+    b,
+    sb,
+    c,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    AF: tl.constexpr,
+    BF: tl.constexpr,
+    AP: tl.constexpr,
+    BP: tl.constexpr,
+):
     rows, columns, slices = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK // 32)
     left = tl.load(a + rows[:, None] * (BK // AP) + tl.arange(0, BK // AP)[None, :])
     right = tl.load(b + columns[None, :] * (BK // BP) + tl.arange(0, BK // BP)[:, None])
@@ -79,7 +89,9 @@ def grid_barrier(counter, mine, sums, BLOCKS: tl.constexpr):
     tl.store(sums + block, tl.sum(tl.load(mine + tl.arange(0, BLOCKS), volatile=True)))
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 4, **options: Any) -> tuple[CodeObject, int]:
+def build(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 4, **options: Any
+) -> tuple[CodeObject, int]:
     """The code object and its dynamic LDS."""
     source = ASTSource(kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
     built = triton.compile(source, target=GPUTarget("hip", "gfx950", 64), options=dict(num_warps=warps, **options))

@@ -27,14 +27,19 @@ def sizes(text: str) -> tuple[int, ...]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m tools.gfx950", description="Runs gfx950 code objects on the CPU.")
     commands = top.add_subparsers(dest="command", required=True)
-    for name, text in (("run", "run a kernel"), ("profile", "run a kernel and show what it executed"),
-                       ("trace", "run a kernel and show one wave, an instruction a line")):  # fmt: skip
+    for name, text in (
+        ("run", "run a kernel"),
+        ("profile", "run a kernel and show what it executed"),
+        ("trace", "run a kernel and show one wave, an instruction a line"),
+    ):
         p = commands.add_parser(name, help=text)
         p.add_argument("file", type=Path)
         p.add_argument("--kernel")
         p.add_argument("--grid", type=sizes, required=True, help="workgroups, e.g. 8 or 8,4")
         p.add_argument("--block", type=sizes, required=True, help="threads of a workgroup")
-        p.add_argument("--args", type=Path, required=True, help="JSON list of arguments (see tools/gfx950/arguments.py)")
+        p.add_argument(
+            "--args", type=Path, required=True, help="JSON list of arguments (see tools/gfx950/arguments.py)"
+        )
         p.add_argument("--dynamic-lds", type=int, default=0)
         p.add_argument("--model", choices=("flat", "weak"), default="flat")
         p.add_argument("--seed", type=int, default=0)
@@ -53,8 +58,14 @@ def parser() -> argparse.ArgumentParser:
 
 def execute(args: argparse.Namespace, trace: Trace | None = None) -> Result:
     values, memory, saves = load(args.args)
-    emulator = Emulator(memory, model=args.model, seed=args.seed, quantum=args.quantum, uninitialised=args.uninitialised,
-                        profile=args.command == "profile")  # fmt: skip
+    emulator = Emulator(
+        memory,
+        model=args.model,
+        seed=args.seed,
+        quantum=args.quantum,
+        uninitialised=args.uninitialised,
+        profile=args.command == "profile",
+    )
     launch = Launch(CodeObject(args.file), args.kernel, args.grid, args.block, values, args.dynamic_lds)
     result = emulator.run([launch], trace)
     for path, array in saves:
@@ -69,7 +80,10 @@ def main(argv: list[str] | None = None) -> int:
             code_object = CodeObject(args.file)
             for name in [args.kernel] if args.kernel else sorted(code_object.kernels):
                 kernel = code_object.kernel(name)
-                print(f"{kernel.name}: {kernel.rows} vector registers, {kernel.lds_bytes} bytes of LDS, {kernel.size} bytes")
+                print(
+                    f"{kernel.name}: {kernel.rows} vector registers, {kernel.lds_bytes} bytes of LDS, "
+                    f"{kernel.size} bytes of code"
+                )
                 print("\n".join(listing(Lowering(operations()).run(code_object, kernel))))
         elif args.command == "table":
             if args.write:

@@ -1,7 +1,7 @@
 """Builds the native core once and loads it.
 
-The compiler is the system's C++ compiler, or `zig c++` from the ziglang package. The library lies in the user's cache under
-a name made from the sources, the compiler and the processor, so a change of any of them builds anew.
+The compiler is the system's C++ compiler, or `zig c++` from the ziglang package. The library lies in the user's cache
+under a name made from the sources, the compiler and the processor, so a change of any of them builds anew.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from filelock import FileLock
 from .errors import BuildError
 
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-warning-option",
-         "-Wno-psabi", "-mprefer-vector-width=512")  # fmt: skip
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-warning-option",
+    "-Wno-psabi",
+    "-mprefer-vector-width=512",
+)
 
 CONTRACTED = ("-ffp-contract=fast",)
 

@@ -86,8 +86,8 @@ class Kernel:
 
     @property
     def kernarg_register(self) -> int:
-        """Scalar register pair that receives the address of the arguments, or -1. Registers for the dispatch packet, the
-        queue and the like keep a poison value: whoever follows it is stopped by the bounds check."""
+        """Scalar register pair that receives the address of the arguments, or -1. Registers for the dispatch packet,
+        the queue and the like keep a poison value: whoever follows it is stopped by the bounds check."""
         if not self.properties & 8:
             return -1
         return sum(width for bit, width in ((1, 4), (2, 2), (4, 2)) if self.properties & bit)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tinygrad.renderer.amd import decode_inst
 
-from .errors import UnsupportedInstruction
+from .errors import UnsupportedInstructionError
 
 SCALED_PREFIX = b"\xac\xd3"
 scalar_destination = frozenset({"V_READFIRSTLANE_B32", "V_READLANE_B32"})
@@ -64,10 +64,12 @@ def decode(code: bytes, base: int = 0) -> Iterator[Instruction]:
     while at < len(code):
         window = code[at : at + 16] if code[at + 2 : at + 4] == SCALED_PREFIX else code[at : at + 8]
         try:
-            inst = decode_inst(window, "cdna")
+            inst: Any = decode_inst(window, "cdna")
             name = inst.op.name.removesuffix("_E32").removesuffix("_E64")
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
-            raise UnsupportedInstruction(f"0x{base + at:x}: no instruction of gfx950 has the encoding {window[:8].hex()}") from error
+            raise UnsupportedInstructionError(
+                f"0x{base + at:x}: no instruction of gfx950 has the encoding {window[:8].hex()}"
+            ) from error
         size = inst.size()
         variant = type(inst).__name__
         yield Instruction(base + at, size, code[at : at + size], name, variant.split("_")[0], variant, inst)

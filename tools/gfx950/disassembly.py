@@ -7,11 +7,52 @@ from collections.abc import Iterator
 from .decode import Instruction, scalar_destination
 from .lower import Program, signed
 
-NAMES = {102: "flat_scratch_lo", 103: "flat_scratch_hi", 106: "vcc", 107: "vcc_hi", 124: "m0", 126: "exec", 127: "exec_hi",
-         235: "src_shared_base", 240: "0.5", 241: "-0.5", 242: "1.0", 243: "-1.0", 244: "2.0", 245: "-2.0", 246: "4.0",
-         247: "-4.0", 248: "1/(2*pi)", 251: "vccz", 252: "execz", 253: "scc"}  # fmt: skip
-OPERANDS = ("vdst", "sdst", "sdata", "vdata", "addr", "vaddr", "data0", "data1", "data", "saddr", "srsrc", "sbase", "soffset",
-            "ssrc0", "ssrc1", "src0", "vsrc0", "src1", "vsrc1", "src2", "scale_src0", "scale_src1")  # fmt: skip
+NAMES = {
+    102: "flat_scratch_lo",
+    103: "flat_scratch_hi",
+    106: "vcc",
+    107: "vcc_hi",
+    124: "m0",
+    126: "exec",
+    127: "exec_hi",
+    235: "src_shared_base",
+    240: "0.5",
+    241: "-0.5",
+    242: "1.0",
+    243: "-1.0",
+    244: "2.0",
+    245: "-2.0",
+    246: "4.0",
+    247: "-4.0",
+    248: "1/(2*pi)",
+    251: "vccz",
+    252: "execz",
+    253: "scc",
+}
+OPERANDS = (
+    "vdst",
+    "sdst",
+    "sdata",
+    "vdata",
+    "addr",
+    "vaddr",
+    "data0",
+    "data1",
+    "data",
+    "saddr",
+    "srsrc",
+    "sbase",
+    "soffset",
+    "ssrc0",
+    "ssrc1",
+    "src0",
+    "vsrc0",
+    "src1",
+    "vsrc1",
+    "src2",
+    "scale_src0",
+    "scale_src1",
+)
 FLAGS = ("offen", "idxen", "sc0", "sc1", "nt", "lds", "acc", "clmp")
 
 
@@ -70,29 +111,39 @@ def text_of(ins: Instruction) -> str:
         if name == "addr" and ins.format in ("GLOBAL", "FLAT"):  # a whole address unless a scalar base stands beside it
             words = 1 if ins.format == "GLOBAL" and ins.register("saddr") != 127 else 2
         parts.append(operand(ins, number, words, _banks(ins, name)))
-    tail = _modifiers(ins)
-    return f"{ins.name.lower()} {', '.join(parts)}{tail}".strip()
+    return " ".join([ins.name.lower(), *([", ".join(parts)] if parts else []), *_modifiers(ins)])
 
 
-def _modifiers(ins: Instruction) -> str:
+def _modifiers(ins: Instruction) -> list[str]:
     out = []
     if ins.format == "SOPP":
         imm = ins.get("simm16")
-        out.append(f"0x{ins.pc + ins.size + 4 * signed(imm, 16):x}" if "BRANCH" in ins.name else _wait(imm) if ins.name == "S_WAITCNT" else str(imm))
+        if "BRANCH" in ins.name:
+            out.append(f"0x{ins.pc + ins.size + 4 * signed(imm, 16):x}")
+        elif ins.name == "S_WAITCNT":
+            out.append(_wait(imm))
+        elif ins.name not in ("S_ENDPGM", "S_BARRIER"):
+            out.append(str(imm))
     if ins.format == "SOPK":
         out.append(f"0x{ins.get('simm16'):x}")
     if ins.format in ("GLOBAL", "SMEM", "MUBUF", "FLAT") and ins.get("offset"):
         width = {"GLOBAL": 13, "SMEM": 21}.get(ins.format, 31)
         out.append(f"offset:{signed(ins.get('offset'), width)}")
     out += [f"{n}:{ins.get(n)}" for n in ("offset0", "offset1") if ins.get(n)]
-    out += [n for n in FLAGS if ins.get(n) and not (n == "acc" and "MFMA" in ins.name)]
-    out += [f"{n}:{ins.get(n)}" for n in ("cbsz", "blgp", "dst_sel", "dpp", "opsel", "neg", "abs", "neg_hi", "omod") if ins.get(n)]
-    return (" " + " ".join(out)) if out else ""
+    out += [n for n in FLAGS if ins.get(n) and not (n in ("acc", "clmp") and "MFMA" in ins.name)]
+    out += [
+        f"{n}:{ins.get(n)}"
+        for n in ("cbsz", "blgp", "dst_sel", "dpp", "opsel", "neg", "abs", "neg_hi", "omod")
+        if ins.get(n)
+    ]
+    return out
 
 
 def _wait(imm: int) -> str:
     vector, lgkm, export = imm & 15 | (imm >> 14 & 3) << 4, imm >> 8 & 15, imm >> 4 & 7
-    found = [f"{n}({v})" for n, v, top in (("vmcnt", vector, 63), ("expcnt", export, 7), ("lgkmcnt", lgkm, 15)) if v != top]
+    found = [
+        f"{n}({v})" for n, v, top in (("vmcnt", vector, 63), ("expcnt", export, 7), ("lgkmcnt", lgkm, 15)) if v != top
+    ]
     return " ".join(found)
 
 

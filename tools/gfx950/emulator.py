@@ -13,7 +13,7 @@ import numpy as np
 from . import abi, build
 from .codeobject import Argument, CodeObject, Kernel
 from .disassembly import around, text_of
-from .errors import CodeObjectError, ExecutionError, UnsupportedInstruction
+from .errors import CodeObjectError, ExecutionError, UnsupportedInstructionError
 from .lower import Lowering, Program
 from .memory import Memory
 from .profile import Profile
@@ -72,7 +72,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """Something suspicious that did not stop the run. `count` occurrences at one instruction; the first one is shown."""
+    """Something suspicious that did not stop the run: `count` times at one instruction; the first one is shown."""
 
     kind: str
     kernel: str
@@ -86,8 +86,11 @@ class Report:
 
     def __str__(self) -> str:
         lane = f", lane {self.lane}" if self.lane >= 0 else ""
-        return (f"{self.kind} at {self.kernel}+0x{self.pc:x} ({self.instruction}), workgroup {self.workgroup}, wave {self.wave}"
-                f"{lane}, address 0x{self.address:x}, {self.count} times")  # fmt: skip
+        return (
+            f"{self.kind} at {self.kernel}+0x{self.pc:x} ({self.instruction}), workgroup {self.workgroup}, "
+            f"wave {self.wave}"
+            f"{lane}, address 0x{self.address:x}, {self.count} times"
+        )
 
 
 @dataclass
@@ -148,14 +151,33 @@ class Emulator:
         devices = 1 + max(p.launch.device for p in prepared)
         if devices > 8:
             raise ValueError(f"{devices} devices; the machine has at most 8")
-        checks = (abi.CHECK_UNINITIALISED * o.uninitialised | abi.CHECK_HAZARDS * o.hazards | abi.CHECK_PROFILE * o.profile
-                  | abi.CHECK_MISALIGNED * o.misaligned)  # fmt: skip
+        checks = (
+            abi.CHECK_UNINITIALISED * o.uninitialised
+            | abi.CHECK_HAZARDS * o.hazards
+            | abi.CHECK_PROFILE * o.profile
+            | abi.CHECK_MISALIGNED * o.misaligned
+        )
         spec = abi.RunC(
-            launches=specs, regions=regions, launch_count=len(prepared), region_count=len(regions), device_count=devices,
-            weak=o.model == "weak", seed=o.seed, quantum=max(1, o.quantum), budget=o.budget, clock_start=o.clock_start,
-            ticks_per_round=o.ticks_per_round, checks=checks, lds_fill=o.lds_fill, vector_fill=o.vector_fill,
-            trace_group=0xFFFFFFFF, trace_wave=0, trace_launch=-1, trace=abi.TRACE(), deadlock_after=o.deadlock_after,
-        )  # fmt: skip
+            launches=specs,
+            regions=regions,
+            launch_count=len(prepared),
+            region_count=len(regions),
+            device_count=devices,
+            weak=o.model == "weak",
+            seed=o.seed,
+            quantum=max(1, o.quantum),
+            budget=o.budget,
+            clock_start=o.clock_start,
+            ticks_per_round=o.ticks_per_round,
+            checks=checks,
+            lds_fill=o.lds_fill,
+            vector_fill=o.vector_fill,
+            trace_group=0xFFFFFFFF,
+            trace_wave=0,
+            trace_launch=-1,
+            trace=abi.TRACE(),
+            deadlock_after=o.deadlock_after,
+        )
         if trace:
             spec.trace_group, spec.trace_wave, spec.trace_launch = trace.workgroup, trace.wave, trace.launch
             spec.trace = trace.callback(prepared[trace.launch].program)
@@ -170,11 +192,16 @@ class Emulator:
 
     def _regions(self, prepared: list[_Prepared]) -> Any:
         found = [
-            abi.RegionC(r.low, r.high, -1 if r.device is None else r.device,
-                        abi.REGION_READ_ONLY * r.read_only | abi.REGION_PEER * r.peer,
-                        None if r.known is None else r.known.ctypes.data, None)
+            abi.RegionC(
+                r.low,
+                r.high,
+                -1 if r.device is None else r.device,
+                abi.REGION_READ_ONLY * r.read_only | abi.REGION_PEER * r.peer,
+                None if r.known is None else r.known.ctypes.data,
+                None,
+            )
             for r in self.memory.regions
-        ]  # fmt: skip
+        ]
         if not self.memory.strict:
             found = [abi.RegionC(4096, (1 << 47) - 4096, -1, 0, None, None)]
             if self.options.model == "weak":
@@ -182,7 +209,11 @@ class Emulator:
         elif prepared:
             for p in prepared:
                 for array in (p.kernarg, p.image):
-                    found.append(abi.RegionC(array.ctypes.data, array.ctypes.data + array.nbytes, -1, abi.REGION_READ_ONLY, None, None))  # noqa: E501
+                    found.append(
+                        abi.RegionC(
+                            array.ctypes.data, array.ctypes.data + array.nbytes, -1, abi.REGION_READ_ONLY, None, None
+                        )
+                    )
         return (abi.RegionC * len(found))(*found)
 
     # ---- what to say ----
@@ -191,13 +222,18 @@ class Emulator:
     def _report(prepared: list[_Prepared], r: abi.ReportC) -> Report:
         p = prepared[r.launch]
         ins = p.program.instructions[p.program.at(r.pc)]
-        return Report(abi.REPORTS[r.kind], p.kernel.name, r.pc, text_of(ins), r.group, r.wave, r.lane, r.address, r.count)
+        return Report(
+            abi.REPORTS[r.kind], p.kernel.name, r.pc, text_of(ins), r.group, r.wave, r.lane, r.address, r.count
+        )
 
     def _raise(self, prepared: list[_Prepared], out: abi.ResultC) -> None:
         kind, text = out.kind.decode(), out.text.decode()
         p = prepared[out.launch]
-        where = (f"{p.kernel.name}+0x{out.pc:x}, workgroup {tuple(out.group)}, wave {out.wave}"
-                 + (f", lane {out.lane}" if out.lane >= 0 else "") + (f", device {p.launch.device}" if p.launch.device else ""))  # fmt: skip
+        where = (
+            f"{p.kernel.name}+0x{out.pc:x}, workgroup {tuple(out.group)}, wave {out.wave}"
+            + (f", lane {out.lane}" if out.lane >= 0 else "")
+            + (f", device {p.launch.device}" if p.launch.device else "")
+        )
         lines = [f"{kind}: {text}"]
         if kind in ("deadlock", "budget"):
             lines += self._waits(prepared, out)
@@ -214,7 +250,9 @@ class Emulator:
             p = prepared[x.launch]
             line = f"  {p.kernel.name} workgroup {x.group} wave {x.wave}: {abi.STATES[x.state]} at 0x{x.pc:x}"
             if x.state == 0 and x.load_pc >= 0:
-                line += f", reads 0x{x.address:x} ({self.memory.describe(x.address)}) = 0x{x.value:x} at 0x{x.load_pc:x}"
+                line += (
+                    f", reads 0x{x.address:x} ({self.memory.describe(x.address)}) = 0x{x.value:x} at 0x{x.load_pc:x}"
+                )
             lines.append(line)
             if x.note:
                 lines.append(f"    {x.note.decode()}")
@@ -260,9 +298,9 @@ class _Prepared:
         self.program = emulator.program(code_object, self.kernel)
         if self.program.unknown:
             lines = [f"0x{i.pc:x}: {text_of(i)} [{i.encoding.hex()}]" for i in self.program.unknown[:10]]
-            raise UnsupportedInstruction(
-                f"kernel {self.kernel.name} uses {len(self.program.unknown)} instructions that the emulator does not have:\n  "
-                + "\n  ".join(lines)
+            raise UnsupportedInstructionError(
+                f"kernel {self.kernel.name} uses {len(self.program.unknown)} instructions that the emulator "
+                "does not have:\n  " + "\n  ".join(lines)
             )
         self.waves = (threads + 63) // 64
         self.kernarg = pack(self.kernel, launch.args, self.grid, self.block, launch.dynamic_lds)
@@ -272,15 +310,28 @@ class _Prepared:
         resident = emulator.options.resident or COMPUTE_UNITS * self.occupancy(lds)
         k = self.kernel
         self.spec = abi.LaunchC(
-            records=self.program.records.ctypes.data, record_count=len(self.program.records),
-            literals=self.program.literals.ctypes.data, literal_count=len(self.program.literals), vector_rows=k.rows,
-            grid=self.grid, block=self.block, lds_bytes=lds, user_sgprs=k.user_registers, rsrc1=k.rsrc1, rsrc2=k.rsrc2,
-            kernarg=self.kernarg.ctypes.data, code_base=self.image.ctypes.data + k.entry, device=launch.device,
-            resident=resident, hits=self.hits.ctypes.data, traffic=self.traffic.ctypes.data, kernarg_at=k.kernarg_register,
-        )  # fmt: skip
+            records=self.program.records.ctypes.data,
+            record_count=len(self.program.records),
+            literals=self.program.literals.ctypes.data,
+            literal_count=len(self.program.literals),
+            vector_rows=k.rows,
+            grid=self.grid,
+            block=self.block,
+            lds_bytes=lds,
+            user_sgprs=k.user_registers,
+            rsrc1=k.rsrc1,
+            rsrc2=k.rsrc2,
+            kernarg=self.kernarg.ctypes.data,
+            code_base=self.image.ctypes.data + k.entry,
+            device=launch.device,
+            resident=resident,
+            hits=self.hits.ctypes.data,
+            traffic=self.traffic.ctypes.data,
+            kernarg_at=k.kernarg_register,
+        )
 
     def occupancy(self, lds: int) -> int:
-        """Workgroups of this kernel that a compute unit holds: by its 4 x 512 register rows, 160 KiB of LDS, 8 waves a SIMD."""
+        """Workgroups that a compute unit holds: by its 4 x 512 register rows, 160 KiB of LDS and 8 waves a SIMD."""
         by_registers = 4 * min(8, 512 // max(1, (self.kernel.rows + 7) // 8 * 8)) // self.waves
         by_lds = 160 * 1024 // lds if lds else 16
         return max(1, min(by_registers, by_lds))
@@ -310,7 +361,7 @@ def value_bytes(value: Any, argument: Argument) -> bytes:
 
 def pack(kernel: Kernel, args: Sequence[Any] | bytes, grid: Triple, block: Triple, dynamic_lds: int = 0) -> np.ndarray:
     """The argument block, 64-byte aligned, hidden arguments filled in."""
-    size = max(kernel.kernarg_bytes, 16)
+    size = (kernel.kernarg_bytes + 63) // 64 * 64 + 64  # compilers load past the last argument, up to the alignment
     raw = np.zeros(size + 64, np.uint8)
     block_at = (-raw.ctypes.data) % 64
     out = raw[block_at : block_at + size]
@@ -325,8 +376,14 @@ def pack(kernel: Kernel, args: Sequence[Any] | bytes, grid: Triple, block: Tripl
     dimensions = 3 if grid[2] * block[2] > 1 else 2 if grid[1] * block[1] > 1 else 1
     hidden = {"hidden_grid_dims": dimensions, "hidden_dynamic_lds_size": dynamic_lds}
     for axis, name in enumerate("xyz"):
-        hidden |= {f"hidden_block_count_{name}": grid[axis], f"hidden_group_size_{name}": block[axis], f"hidden_remainder_{name}": 0}
+        hidden |= {
+            f"hidden_block_count_{name}": grid[axis],
+            f"hidden_group_size_{name}": block[axis],
+            f"hidden_remainder_{name}": 0,
+        }
     for a in kernel.arguments:
         if a.hidden:
-            out[a.offset : a.offset + a.size] = np.frombuffer(hidden.get(a.kind, 0).to_bytes(a.size, "little"), np.uint8)
+            out[a.offset : a.offset + a.size] = np.frombuffer(
+                hidden.get(a.kind, 0).to_bytes(a.size, "little"), np.uint8
+            )
     return out

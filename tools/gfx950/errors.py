@@ -11,7 +11,7 @@ class CodeObjectError(EmulatorError, ValueError):
     """The file is not a gfx950 code object, or asks for something that the machine does not have."""
 
 
-class UnsupportedInstruction(EmulatorError, NotImplementedError):
+class UnsupportedInstructionError(EmulatorError, NotImplementedError):
     """The program holds an instruction that the emulator does not implement."""
 
 

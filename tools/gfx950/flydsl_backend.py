@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from .build import build_flydsl_runtime
 from .codeobject import CodeObject
@@ -25,8 +25,16 @@ from .memory import Memory
 from .toolkit import toolkit
 
 SEEN_VERSION = "0.5.0"
-CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64),
-                            ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint64)  # fmt: skip
+CALLBACK = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_int32,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_uint64,
+)
 
 
 @dataclass
@@ -59,7 +67,7 @@ class _Hooks:
     library: ctypes.CDLL
     callback: Any
     session: Session | None = None
-    objects: dict[bytes, CodeObject] = {}
+    objects: ClassVar[dict[bytes, CodeObject]] = {}
 
 
 def _on_launch(blob: int, size: int, name: bytes, dims: Any, dynamic_lds: int, parameters: Any, count: int) -> None:
@@ -68,7 +76,9 @@ def _on_launch(blob: int, size: int, name: bytes, dims: Any, dynamic_lds: int, p
         return
     try:
         data = ctypes.string_at(blob, size)
-        code_object = _Hooks.objects.setdefault(data, CodeObject(data)) if data not in _Hooks.objects else _Hooks.objects[data]
+        code_object = (
+            _Hooks.objects.setdefault(data, CodeObject(data)) if data not in _Hooks.objects else _Hooks.objects[data]
+        )
         kernel = code_object.kernel(name.decode())
         explicit = [a for a in kernel.arguments if not a.hidden]
         args = [ctypes.string_at(parameters[k], a.size) for k, a in enumerate(explicit)]
@@ -94,7 +104,7 @@ def install() -> None:
         raise ImportError(f"the emulator backend was written for flydsl {SEEN_VERSION}, this is {version}")
     runtime, root = str(build_flydsl_runtime()), str(toolkit())
 
-    class EmulatorBackend(RocmBackend):  # type: ignore[misc]
+    class EmulatorBackend(RocmBackend):
         @staticmethod
         def detect_target() -> GPUTarget:
             return GPUTarget("rocm", "gfx950", 64)

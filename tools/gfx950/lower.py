@@ -11,9 +11,27 @@ import numpy as np
 from .codeobject import CodeObject, Kernel
 from .decode import Instruction, decode, scalar_destination
 from .record import (
-    ACCUMULATION, F_DPP, F_DS, F_FLAT, F_IDXEN, F_LDS, F_NT, F_OFFEN, F_RETURN, F_SADDR, F_SC0, F_SC1, F_SDWA, F_SDWA_SDST,
-    F_SMEM, F_VMEM, FIRST_LITERAL, RECORD, SCALARS, VECTOR,
-)  # fmt: skip
+    ACCUMULATION,
+    F_DPP,
+    F_DS,
+    F_FLAT,
+    F_IDXEN,
+    F_LDS,
+    F_NT,
+    F_OFFEN,
+    F_RETURN,
+    F_SADDR,
+    F_SC0,
+    F_SC1,
+    F_SDWA,
+    F_SDWA_SDST,
+    F_SMEM,
+    F_VMEM,
+    FIRST_LITERAL,
+    RECORD,
+    SCALARS,
+    VECTOR,
+)
 
 VCC, M0, LITERAL = 106, 124, 255
 FLOATS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.0, -4.0)  # constants 240..247; 248 is 1 / (2 pi)
@@ -130,7 +148,9 @@ class Lowering:
         value = number - 128 if number <= 192 else 192 - number
         return value & 0xFFFFFFFF, 0xFFFFFFFF if value < 0 else 0
 
-    def source(self, low: Lowered, to: str, name: str, acc: int = 0, number: int | None = None, operand: str = "") -> None:
+    def source(
+        self, low: Lowered, to: str, name: str, acc: int = 0, number: int | None = None, operand: str = ""
+    ) -> None:
         """Operand `name` of the encoding into record field `to`."""
         ins = low.ins
         number = ins.register(name) if number is None else number
@@ -245,9 +265,13 @@ class Lowering:
             low.f["flags"] |= F_SDWA | (F_SDWA_SDST if "SDST" in ins.variant else 0)
             low.f["clamp"], low.f["omod"] = ins.get("clmp"), ins.get("omod")
             low.f["sdwa"] = (
-                ins.get("dst_sel", 6) | ins.get("dst_unused") << 3 | ins.get("src0_sel") << 5 | ins.get("src1_sel") << 8
-                | ins.get("src0_sext") << 11 | ins.get("src1_sext") << 12
-            )  # fmt: skip
+                ins.get("dst_sel", 6)
+                | ins.get("dst_unused") << 3
+                | ins.get("src0_sel") << 5
+                | ins.get("src1_sel") << 8
+                | ins.get("src0_sext") << 11
+                | ins.get("src1_sext") << 12
+            )
         number = ins.register("vsrc0")
         self.source(low, "a", "vsrc0", number=number - 256 if sdwa and ins.get("s0") else number, operand="src0")
         return True
@@ -268,7 +292,9 @@ class Lowering:
 
     def _second(self, low: Lowered) -> None:
         number = low.ins.register("vsrc1")
-        self.source(low, "b", "vsrc1", number=number - 256 if "SDWA" in low.ins.variant and low.ins.get("s1") else number)
+        self.source(
+            low, "b", "vsrc1", number=number - 256 if "SDWA" in low.ins.variant and low.ins.get("s1") else number
+        )
 
     def _vop2(self, low: Lowered) -> None:
         ins = low.ins

@@ -44,8 +44,13 @@ class Profile:
 
     def lines(self, top: int = 25) -> list[str]:
         """A table for people."""
-        out = [f"kernel {self.kernel}: {self.instructions} wave instructions, longest wave {self.longest_wave}, {self.matrix} MFMA"]
+        out = [
+            f"kernel {self.kernel}: {self.instructions} wave instructions, longest wave {self.longest_wave}, "
+            f"{self.matrix} MFMA"
+        ]
         out += [f"  {space:7} {scope:10} {way:5} {n:14} bytes" for (space, scope, way), n in sorted(self.bytes.items())]
         out.append(f"  LDS bank conflicts: {self.bank_conflicts} extra passes")
-        out += [f"  {n:12} {100 * n / max(1, self.instructions):5.1f} %  {name}" for name, n in self.mix.most_common(top)]
+        out += [
+            f"  {n:12} {100 * n / max(1, self.instructions):5.1f} %  {name}" for name, n in self.mix.most_common(top)
+        ]
         return out

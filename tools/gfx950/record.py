@@ -9,9 +9,31 @@ ACCUMULATION = 0x2000  # before placement: becomes VECTOR + accumulation base
 FIRST_LITERAL = 256
 
 SCALARS = (
-    "op", "dst", "dst2", "a", "b", "c", "neg", "abs", "opsel", "opsel_hi", "neg_hi", "clamp", "omod", "imm", "imm2", "target",
-    "dpp", "dpp_mask", "sdwa", "flags", "pc", "count", "x0", "x1",
-)  # fmt: skip
+    "op",
+    "dst",
+    "dst2",
+    "a",
+    "b",
+    "c",
+    "neg",
+    "abs",
+    "opsel",
+    "opsel_hi",
+    "neg_hi",
+    "clamp",
+    "omod",
+    "imm",
+    "imm2",
+    "target",
+    "dpp",
+    "dpp_mask",
+    "sdwa",
+    "flags",
+    "pc",
+    "count",
+    "x0",
+    "x1",
+)
 SETS = (("vread", 16), ("vwrite", 16), ("sread", 4), ("swrite", 4))
 RECORD = np.dtype([(n, "<i4") for n in SCALARS] + [(n, "<u4", (k,)) for n, k in SETS])
 

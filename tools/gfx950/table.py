@@ -12,11 +12,26 @@ from .build import operations
 
 BEGIN, END = "<!-- table: python -m tools.gfx950 table --write docs/gfx950.md -->", "<!-- end of table -->"
 FORMATS = {
-    "SOP1": "SOP1Op", "SOP2": "SOP2Op", "SOPC": "SOPCOp", "SOPK": "SOPKOp", "SOPP": "SOPPOp", "SMEM": "SMEMOp", "VOP1": "VOP1Op",
-    "VOP2": "VOP2Op", "VOPC": "VOPCOp", "VOP3": "VOP3Op", "VOP3 with a scalar result": "VOP3SDOp", "VOP3P": "VOP3POp",
-    "VOP3P with scales": "VOP3PX2Op", "DS": "DSOp", "GLOBAL": "GLOBALOp", "FLAT": "FLATOp", "MUBUF": "MUBUFOp",
-    "MTBUF": "MTBUFOp", "SCRATCH": "SCRATCHOp",
-}  # fmt: skip
+    "SOP1": "SOP1Op",
+    "SOP2": "SOP2Op",
+    "SOPC": "SOPCOp",
+    "SOPK": "SOPKOp",
+    "SOPP": "SOPPOp",
+    "SMEM": "SMEMOp",
+    "VOP1": "VOP1Op",
+    "VOP2": "VOP2Op",
+    "VOPC": "VOPCOp",
+    "VOP3": "VOP3Op",
+    "VOP3 with a scalar result": "VOP3SDOp",
+    "VOP3P": "VOP3POp",
+    "VOP3P with scales": "VOP3PX2Op",
+    "DS": "DSOp",
+    "GLOBAL": "GLOBALOp",
+    "FLAT": "FLATOp",
+    "MUBUF": "MUBUFOp",
+    "MTBUF": "MTBUFOp",
+    "SCRATCH": "SCRATCHOp",
+}
 RENAMED = {"V_ACCVGPR_READ": "V_MOV_B32", "V_ACCVGPR_WRITE": "V_MOV_B32", "V_ACCVGPR_MOV_B32": "V_MOV_B32"}
 
 
@@ -34,7 +49,7 @@ def operation(name: str) -> str:
 def supported() -> dict[str, tuple[list[str], list[str]]]:
     """For each format: the instructions that run, and those that stop with their name."""
     have = operations()
-    out = {}
+    out: dict[str, tuple[list[str], list[str]]] = {}
     for label, enum_name in FORMATS.items():
         groups: tuple[list[str], list[str]] = ([], [])
         for member in getattr(encodings, enum_name):
@@ -51,9 +66,11 @@ def shortened(names: list[str]) -> str:
     """Names in code marks; families that differ only in their first comparison word are folded."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        match = re.fullmatch(r"(v_cmpx?|s_cmpk?)_([a-z]+)_(\w+)", name)
+        match = re.fullmatch(r"(v_cmpx?|s_cmpk?)_([a-z]+)_(\w+)", name) or re.fullmatch(
+            r"(s_(?:buffer_)?atomic)_([a-z]+)(\w*)", name
+        )
         if match and match[2] != "class":
-            families[f"{match[1]}_*_{match[3]}"].append(match[2])
+            families[f"{match[1]}_*_{match[3]}".replace("*__", "*_").removesuffix("_")].append(match[2])
         else:
             families[name] = []
     return ", ".join(f"`{k}`" + (f" ({' '.join(v)})" if v else "") for k, v in families.items())
@@ -62,7 +79,7 @@ def shortened(names: list[str]) -> str:
 def markdown() -> str:
     lines = [BEGIN, ""]
     for label, (runs, stops) in supported().items():
-        lines.append(f"**{label}** – {len(runs)} run, {len(stops)} stop.")
+        lines.append(f"**{label}**: {len(runs)} run, {len(stops)} stop.")
         if runs:
             lines.append("Run: " + shortened(runs) + ".")
         if stops:

@@ -53,4 +53,3 @@ def toolkit() -> Path:
                 if source.exists() and not (bitcode / name).exists():
                     shutil.copy(source, bitcode / name)
     return root
-

@@ -39,7 +39,7 @@ static void count_conflicts(Wave& w, u64 lanes, const u32* address, u32 bytes) {
     if (bytes == 12) together = 16;
     u64 extra = 0;
     for (int first = 0; first < LANES; first += together) {
-        u32 seen[64][16];
+        u32 seen[64][LANES];
         int n[64] = {0}, most = 1;
         for (int l = first; l < std::min(LANES, first + together); l++) {
             if (!(lanes >> l & 1)) continue;
@@ -47,7 +47,7 @@ static void count_conflicts(Wave& w, u64 lanes, const u32* address, u32 bytes) {
                 u32 word = address[l] / 4 + k, bank = word & 63;
                 bool known = false;
                 for (int q = 0; q < n[bank]; q++) known |= seen[bank][q] == word;
-                if (!known && n[bank] < 16) seen[bank][n[bank]++] = word;
+                if (!known && n[bank] < LANES) seen[bank][n[bank]++] = word;
                 most = std::max(most, n[bank]);
             }
         }
