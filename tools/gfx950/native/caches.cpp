@@ -58,19 +58,25 @@ Line& Caches::track(Region& r, u64 number) {
     return line;
 }
 
+bool Caches::direct(Wave& w, Region& r, u64 number, int scope) {
+    LineState& state = state_of(r, number);
+    if (state.tracked) return false;
+    int device = w.group->device, l2 = device * XCDS + w.group->xcd;
+    if (scope < SCOPE_DEVICE && !(state.in_l2 >> l2 & 1)) {
+        state.in_l2 |= u64(1) << l2;
+        filled[l2].push_back(number);
+    }
+    if (devices > 1 && scope < SCOPE_SYSTEM && !(state.in_device >> device & 1)) {
+        state.in_device |= u8(1 << device);
+        filled_device[device].push_back(number);
+    }
+    return true;
+}
+
 void Caches::read_line(Wave& w, Region& r, u64 number, u32 offset, u8* out, u32 n, int scope) {
     int device = w.group->device, l2 = device * XCDS + w.group->xcd;
-    LineState& state = state_of(r, number);
     u64 base = number * LINE;
-    if (!state.tracked) {
-        if (scope < SCOPE_DEVICE && !(state.in_l2 >> l2 & 1)) {
-            state.in_l2 |= u64(1) << l2;
-            filled[l2].push_back(number);
-        }
-        if (devices > 1 && scope < SCOPE_SYSTEM && !(state.in_device >> device & 1)) {
-            state.in_device |= u8(1 << device);
-            filled_device[device].push_back(number);
-        }
+    if (direct(w, r, number, scope)) {
         std::memcpy(out, memory(base + offset), n);
         return;
     }

@@ -190,6 +190,46 @@ static Region* whole_region(Wave& w, const MemOp& op, bool store) {
     Region* r = find_region(w, op.low, u32(op.high - op.low), store);
     return r && !r->known ? r : nullptr;
 }
+// Dwords through the caches; neighbouring lanes share the look at their line.
+static void load_weak(Wave& w, MemOp& op, Region& r, int scope) {
+    const Ins& I = *op.ins;
+    Caches& caches = w.machine->caches;
+    u32 step = std::max<u32>(1, op.step);
+    u64 line = ~u64(0);
+    bool direct = false;
+    for (u64 m = op.lanes; m; m &= m - 1) {
+        int l = __builtin_ctzll(m);
+        u64 a = op.address[l];
+        u32 x[4] = {0, 0, 0, 0};
+        if (a / LINE != line) {
+            line = a / LINE;
+            direct = (r.flags & REGION_READ_ONLY) || caches.direct(w, r, line, scope);
+        }
+        if (direct && (a + 4 * step - 1) / LINE == line) std::memcpy(x, reinterpret_cast<void*>(a), 4 * step);
+        else caches.read(w, r, a, reinterpret_cast<u8*>(x), 4 * step, scope);
+        for (u32 k = 0; k < step; k++) w.row(I.dst + int(k))[l] = x[k];
+    }
+    int first = __builtin_ctzll(op.lanes);
+    note_load(w, I, op.address[first], w.row(I.dst)[first]);
+}
+// Dwords into the caches; lanes that follow one another in memory go in one piece a line.
+static void store_weak(Wave& w, MemOp& op, Region& r, int scope) {
+    u32 step = std::max<u32>(1, op.step), held = 0;
+    u8 piece[2 * LINE];
+    u64 start = 0;
+    for (u64 m = op.lanes; m; m &= m - 1) {
+        int l = __builtin_ctzll(m);
+        u64 a = op.address[l];
+        if (held && (a != start + held || held + 4 * step > LINE)) {
+            w.machine->caches.write(w, r, start, piece, held, scope);
+            held = 0;
+        }
+        if (!held) start = a;
+        for (u32 k = 0; k < step; k++) std::memcpy(piece + held + 4 * k, &op.data[k][l], 4);
+        held += 4 * step;
+    }
+    if (held) w.machine->caches.write(w, r, start, piece, held, scope);
+}
 template <int BYTES, bool EXTEND, int PART>
 static void perform_load(Wave& w, MemOp& op) {
     const Ins& I = *op.ins;
@@ -210,6 +250,8 @@ static void perform_load(Wave& w, MemOp& op) {
             return;
         }
     }
+    if (w.machine->weak() && BYTES == 4 && op.lanes)
+        if (Region* r = whole_region(w, op, false)) return load_weak(w, op, *r, scope);
     for (u64 m = op.lanes; m; m &= m - 1) {
         int l = __builtin_ctzll(m);
         u32 x[4] = {0, 0, 0, 0};
@@ -281,6 +323,8 @@ static void perform_store(Wave& w, MemOp& op) {
         }
         return;
     }
+    if (w.machine->weak() && op.lanes)
+        if (Region* r = whole_region(w, op, true)) return store_weak(w, op, *r, scope);
     for (u64 m = op.lanes; m; m &= m - 1) {
         int l = __builtin_ctzll(m);
         u32 x[4];

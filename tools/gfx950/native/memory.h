@@ -58,6 +58,7 @@ struct Caches {
     std::vector<u64> held[MAX_DEVICES * XCDS], dirty[MAX_DEVICES * XCDS];  // tracked lines with a copy / an unwritten byte
     explicit Caches(Machine& m) : machine(m) {}
     void read(Wave& w, Region& r, u64 address, u8* out, u32 n, int scope);
+    bool direct(Wave& w, Region& r, u64 line, int scope);  // notes that the caches hold it; true while memory is its only version
     void write(Wave& w, Region& r, u64 address, const u8* in, u32 n, int scope);
     void before_atomic(Wave& w, Region& r, u64 address, u32 n, int scope);
     u8* atomic_place(Wave& w, Region& r, u64 address, u32 n, int scope);
