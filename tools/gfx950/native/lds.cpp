@@ -271,6 +271,7 @@ static void write(Wave& w, const Ins& I, u32 bytes, u32 offset, int row, int shi
     op->lanes = lanes;
     op->size = bytes;
     op->store = op->lds = true;
+    op->low = op->high = 0;
     EACH_LANE op->address[l] = address[l];
     for (int k = 0; k < std::max<int>(1, int(bytes) / 4); k++)
         EACH_LANE op->data[k][l] = w.row(row + k)[l] >> shift;

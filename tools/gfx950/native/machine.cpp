@@ -45,7 +45,6 @@ MemOp* Machine::take_op() {
     }
     MemOp* op = free_ops.back();
     free_ops.pop_back();
-    *op = MemOp();
     return op;
 }
 
