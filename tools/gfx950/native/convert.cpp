@@ -165,6 +165,15 @@ static u32 source_shift(const Ins& I, u32 width) {  // which part of source 0, b
     if (I.flags & F_SDWA) return 0;                 // routed() has moved it down already
     return width == 16 ? (I.opsel & 1) * 16 : (I.opsel & 3) * 8;
 }
+// Stochastic rounding to 16 bits: the random word's top bits are added below the last place, then the rest is cut off.
+OP(V_CVT_SR_BF16_F32) {
+    SourceF32 A(w, I, 0);
+    Source B(w, I, 1);
+    insert(w, I, (I.opsel >> 3 & 1) * 16, 16, [&](int l) {
+        u32 x = A.raw(l);
+        return (x & 0x7f800000u) == 0x7f800000u ? bf16_bits(A[l]) : (x + (B[l] >> 16)) >> 16;
+    });
+}
 #define READ_FP8(SUFFIX, FORMAT)                                                                   \
     OP(V_CVT_F32_##SUFFIX) {                                                                       \
         Source A(w, I, 0);                                                                         \

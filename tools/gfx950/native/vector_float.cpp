@@ -417,4 +417,74 @@ OP(V_LDEXP_F64) {
     commit_64(w, I, r);
 }
 
+D1(V_FRACT_F64, std::isfinite(a) ? std::min(a - std::floor(a), 0x1.fffffffffffffp-1) : NAN)
+D1(V_FREXP_MANT_F64, (std::isfinite(a) && a != 0) ? [](double x) { int e; return std::frexp(x, &e); }(a) : a)
+OP(V_FREXP_EXP_I32_F64) {
+    SourceF64 A(w, I, 0);
+    alignas(64) u32 r[LANES];
+    EACH_LANE {
+        int e = 0;
+        if (std::isfinite(A[l]) && A[l] != 0) std::frexp(A[l], &e);
+        r[l] = u32(e);
+    }
+    commit(w, I, r);
+}
+
+// The division sequence of doubles: as for singles, with steps of 2^128.
+static inline int exponent_of(double x) { return int(bits64(x) >> 52 & 2047); }
+static inline bool denormal(double x) { return x != 0 && !exponent_of(x); }
+OP(V_DIV_SCALE_F64) {
+    SourceF64 A(w, I, 0), B(w, I, 1), C(w, I, 2);  // the value to scale, the denominator, the numerator
+    u64 r[LANES], scaled = 0;
+    EACH_LANE {
+        double x = A[l], d = B[l], n = C[l], out = x;
+        bool post = false;
+        if (n == 0 || d == 0) {
+            out = NAN;
+        } else if (exponent_of(n) - exponent_of(d) >= 768) {
+            post = true;
+            if (x == d) out = std::ldexp(x, 128);
+        } else if (denormal(d)) {
+            out = std::ldexp(x, 128);
+        } else {
+            bool tiny_reciprocal = denormal(1 / d), tiny_quotient = denormal(n / d) || n / d == 0;
+            post = tiny_quotient;
+            if (tiny_reciprocal) out = (!tiny_quotient || x == d) ? std::ldexp(x, -128) : x;
+            else if (tiny_quotient) out = x == n ? std::ldexp(x, 128) : x;
+            else if (exponent_of(n) <= 53) out = std::ldexp(x, 128);
+        }
+        r[l] = bits64(out);
+        scaled |= u64(post) << l;
+    }
+    commit_64(w, I, r);
+    commit_mask(w, I, I.dst2, scaled);
+}
+OP(V_DIV_FMAS_F64) {
+    SourceF64 A(w, I, 0), B(w, I, 1), C(w, I, 2);
+    u64 r[LANES], post = w.s64(VCC);
+    EACH_LANE {
+        double f = std::fma(A[l], B[l], C[l]);
+        if (post >> l & 1) f = std::ldexp(f, exponent_of(C[l]) > 1023 ? 128 : -128);
+        r[l] = bits64(output_double(I, f));
+    }
+    commit_64(w, I, r);
+}
+OP(V_DIV_FIXUP_F64) {
+    SourceF64 A(w, I, 0), B(w, I, 1), C(w, I, 2);  // the quotient, the denominator, the numerator
+    u64 r[LANES];
+    constexpr u64 top = u64(1) << 63, quiet_bit = u64(1) << 51, infinity = u64(2047) << 52;
+    EACH_LANE {
+        u64 sign = (B.raw(l) ^ C.raw(l)) & top;
+        double d = B[l], n = C[l];
+        int apart = exponent_of(n) - exponent_of(d);
+        if (n != n) r[l] = C.raw(l) | quiet_bit;
+        else if (d != d) r[l] = B.raw(l) | quiet_bit;
+        else if ((d == 0 && n == 0) || (std::isinf(d) && std::isinf(n))) r[l] = top | infinity | quiet_bit;
+        else if (d == 0 || std::isinf(n) || apart >= 1025) r[l] = sign | infinity;
+        else if (std::isinf(d) || n == 0 || apart < -1075) r[l] = sign;
+        else r[l] = (A.raw(l) & ~top) | sign;
+    }
+    commit_64(w, I, r);
+}
+
 }  // namespace gfx950

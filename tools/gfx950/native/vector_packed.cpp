@@ -123,6 +123,17 @@ HALVES(V_PK_MUL_F16, 2, a * b)
 HALVES(V_PK_MAX_F16, 2, larger(a, b))
 HALVES(V_PK_MIN_F16, 2, smaller(a, b))
 HALVES(V_PK_FMA_F16, 3, std::fma(a, b, c))
+OP(V_PK_FMAC_F16) {
+    Source A(w, I, 0), B(w, I, 1);
+    const u32* d = w.row(I.dst);
+    alignas(64) u32 r[LANES];
+    EACH_LANE {
+        r[l] = 0;
+        for (int h = 0; h < 32; h += 16)
+            r[l] |= half_out(w, I, std::fma(value(w, A[l] >> h & 0xffff), value(w, B[l] >> h & 0xffff), value(w, d[l] >> h & 0xffff))) << h;
+    }
+    commit(w, I, r);
+}
 HALVES(V_PK_MAXIMUM3_F16, 3, maximum3(a, b, c))
 HALVES(V_PK_MINIMUM3_F16, 3, minimum3(a, b, c))
 
@@ -177,6 +188,21 @@ static i64 dot(u32 a, u32 b, int width, bool is_signed) {
         }                                                                                        \
         commit(w, I, r);                                                                         \
     }
+#define DOT_ACCUMULATE(NAME, WIDTH)                                                              \
+    OP(NAME) {                                                                                   \
+        Source A(w, I, 0), B(w, I, 1);                                                           \
+        const u32* d = w.row(I.dst);                                                             \
+        alignas(64) u32 r[LANES];                                                                \
+        EACH_LANE {                                                                              \
+            i64 sum = dot(A[l], B[l], WIDTH, true) + i32(d[l]);                                  \
+            if (I.clamp) sum = std::clamp<i64>(sum, INT32_MIN, INT32_MAX);                       \
+            r[l] = u32(sum);                                                                     \
+        }                                                                                        \
+        commit(w, I, r);                                                                         \
+    }
+DOT_ACCUMULATE(V_DOT2C_I32_I16, 16)
+DOT_ACCUMULATE(V_DOT4C_I32_I8, 8)
+DOT_ACCUMULATE(V_DOT8C_I32_I4, 4)
 DOT_INTEGER(V_DOT2_I32_I16, 16, true)
 DOT_INTEGER(V_DOT2_U32_U16, 16, false)
 DOT_INTEGER(V_DOT4_I32_I8, 8, true)
