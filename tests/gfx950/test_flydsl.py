@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 pytest.importorskip("flydsl")
 
-from tools.gfx950 import ExecutionError, Memory, flydsl_backend
+from tools.gfx950 import ExecutionError, Memory, build, flydsl_backend
 
-os.environ.setdefault("FLYDSL_RUNTIME_CACHE_DIR", str(Path(__file__).parent / ".flydsl"))
+os.environ.setdefault("FLYDSL_RUNTIME_CACHE_DIR", str(build.cache_folder() / "flydsl"))
 flydsl_backend.install()
 
 import flydsl.expr as fx  # noqa: E402
