@@ -15,10 +15,10 @@ _PUBLIC = {
     "Deployment": "k3dsl.deployment",
     "CompileCache": "k3dsl.cache",
     "CompileKey": "k3dsl.cache",
-    "Target": "k3dsl.prepare",
-    "detect_target": "k3dsl.prepare",
-    "prepare": "k3dsl.prepare",
-    "warmup": "k3dsl.prepare",
+    "Target": "k3dsl.preparing",
+    "detect_target": "k3dsl.preparing",
+    "prepare": "k3dsl.preparing",
+    "warmup": "k3dsl.preparing",
     **dict.fromkeys(
         [
             "K3Error",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         PeerError,
         ToolchainError,
     )
-    from k3dsl.prepare import Target, detect_target, prepare, warmup
+    from k3dsl.preparing import Target, detect_target, prepare, warmup
     from k3dsl.weights import MlaWeights
 
 

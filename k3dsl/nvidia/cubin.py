@@ -1,96 +1,121 @@
 """What a cubin says of itself: its kernel, its target and the resources that the kernel takes.
 
 A cubin is an ELF file. Its `.nv.info` sections are lists of attributes: a format byte, an attribute byte and two bytes
-of value or of the length of what follows. Only the attributes read here are relied on; tests/compile holds them.
+of value or of the length of what follows. The format is not documented; only the attributes named here are relied on,
+and tests/compile/test_toolchain.py holds them against what ptxas and the driver say.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from typing import Any, Final
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import SymbolTableSection
-
 from k3dsl.errors import CompileError
 
 _SIZED: Final = 0x04  # format: the value is a length, data follows
 _REQNTID, _FRAME_SIZE, _MIN_STACK, _KPARAM, _REGISTERS = 0x10, 0x11, 0x12, 0x17, 0x2F
+_ENTRY: Final = 0x10  # st_other of a kernel's symbol
+_SYMBOL_BYTES: Final = 24
 _INFO: Final = ".nv.info"
+#: Shared memory that the system takes of every CTA from sm_90 on: part of the section, no part of a kernel's limit.
+RESERVED_SMEM: Final = 1024
+#: What reading damaged bytes may raise, here and in pyelftools, beside its own ELFError.
+_UNREADABLE: Final = (
+    *(struct.error, LookupError, AttributeError, ValueError, TypeError),
+    *(AssertionError, OverflowError, MemoryError),
+)
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """One kernel's cubin. `params`: (offset, bytes) of each kernel parameter, in order. Sizes in bytes."""
+    """The facts of a cubin with one kernel. All sizes in bytes.
+
+    registers: of a thread; frame, stack: local memory of a thread (spills, arrays); block: the threads that it must be
+    launched with, None for any; params: (offset, bytes) of each kernel parameter, in order; tool: release of ptxas.
+    """
 
     symbol: str
     arch: str
+    tool: str
     registers: int
     frame: int
     stack: int
     static_smem: int
-    block: tuple[int, int, int]
+    block: tuple[int, int, int] | None
     params: tuple[tuple[int, int], ...]
 
     def resources(self) -> dict[str, Any]:
-        """For the manifest of a cache entry."""
-        facts = asdict(self)
-        return {**facts, "block": list(self.block), "params": [list(p) for p in self.params]}
+        """For the manifest of a cache entry: plain lists, strings and ints."""
+        block = list(self.block) if self.block else None
+        return {**asdict(self), "block": block, "params": [list(p) for p in self.params]}
 
 
 def parse(data: bytes) -> Cubin:
-    """The facts of a cubin with one kernel. Raises CompileError where it is not one."""
+    """The facts of a cubin. Raises CompileError where it is none, or holds another number of kernels than one."""
+    from elftools.common.exceptions import ELFError  # 20 ms that a process which only makes keys does not spend
+
     try:
         return _parse(data)
-    except (ELFError, struct.error, IndexError, UnicodeDecodeError, AssertionError) as error:
-        raise CompileError(f"not a readable cubin ({len(data)} bytes): {error}") from error
+    except (ELFError, *_UNREADABLE) as error:
+        raise CompileError(f"not a readable cubin ({len(data)} bytes): {type(error).__name__}: {error}") from error
 
 
 def _parse(data: bytes) -> Cubin:
+    from elftools.elf.elffile import ELFFile
+
     elf = ELFFile(BytesIO(data))
+    if elf["e_machine"] != "EM_CUDA":
+        raise ValueError(f"it is for {elf['e_machine']}, not EM_CUDA")
     sections = {s.name: s for s in elf.iter_sections()}
-    symbols = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
-    if len(symbols) != 1:
-        raise CompileError(f"a cubin must hold one kernel, this one holds {len(symbols)}: {', '.join(symbols) or 'none'}")
-    symbol = symbols[0]
-    index = _symbol_index(sections, symbol)
-    per_kernel = {}
+    kernels = _kernels(sections[".symtab"])
+    if len(kernels) != 1:
+        raise ValueError(f"it must hold one kernel, it holds {len(kernels)}: {', '.join(kernels.values()) or 'none'}")
+    index, symbol = next(iter(kernels.items()))
+    # Of the kernel itself and of any function that it calls: what a thread needs is the most that one of them says.
+    registers = frame = stack = 0
     for attribute, body in _attributes(sections[_INFO].data()):
         if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK):
             which, value = struct.unpack_from("<II", body)
-            if which == index:
-                per_kernel[attribute] = value
+            registers = value if attribute == _REGISTERS and which == index else registers
+            frame = max(frame, value) if attribute == _FRAME_SIZE else frame
+            stack = max(stack, value) if attribute == _MIN_STACK else stack
     params: dict[int, tuple[int, int]] = {}
-    block = (0, 0, 0)
+    block = None
     for attribute, body in _attributes(sections[f"{_INFO}.{symbol}"].data()):
         if attribute == _KPARAM:
-            # index, ordinal, offset (16 bits each after the 32-bit index), then a word whose bits 18.. are the size
+            # a 32-bit index; ordinal and offset, 16 bits each; a word whose bits from 18 on are the size
             ordinal, offset, packed = struct.unpack_from("<HHI", body, 4)
             params[ordinal] = (offset, packed >> 18)
         elif attribute == _REQNTID:
-            block = struct.unpack_from("<III", body)
+            x, y, z = struct.unpack_from("<III", body)
+            block = (x, y, z)
     shared = sections.get(f".nv.shared.{symbol}")
+    arch, tool = _built_by(elf, sections)
     return Cubin(
         symbol=symbol,
-        arch=_arch(sections),
-        registers=per_kernel[_REGISTERS] if _REGISTERS in per_kernel else 0,
-        frame=per_kernel.get(_FRAME_SIZE, 0),
-        stack=per_kernel.get(_MIN_STACK, 0),
-        static_smem=shared["sh_size"] if shared is not None else 0,
+        arch=arch,
+        tool=tool,
+        registers=registers,
+        frame=frame,
+        stack=stack,
+        static_smem=max(0, shared["sh_size"] - RESERVED_SMEM) if shared is not None else 0,
         block=block,
         params=tuple(params[i] for i in range(len(params))),
     )
 
 
-def _symbol_index(sections: dict[str, Any], symbol: str) -> int:
-    table = sections.get(".symtab")
-    assert isinstance(table, SymbolTableSection), "no symbol table"
-    for i, entry in enumerate(table.iter_symbols()):
-        if entry.name == symbol:
-            return i
-    raise CompileError(f"the cubin has no symbol {symbol}")
+def _kernels(table: Any) -> dict[int, str]:
+    """Symbol index -> name of every kernel."""
+    from elftools.elf.sections import SymbolTableSection
+
+    if not isinstance(table, SymbolTableSection):
+        raise ValueError("it has no symbol table")
+    raw = table.data()  # pyelftools keeps no more of st_other than the bits that all processors share
+    entries = enumerate(table.iter_symbols())
+    functions = {i: entry.name for i, entry in entries if entry["st_info"]["type"] == "STT_FUNC"}
+    return {i: name for i, name in functions.items() if raw[i * _SYMBOL_BYTES + 5] & _ENTRY}
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -99,12 +124,19 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
         kind, attribute, value = struct.unpack_from("<BBH", data, at)
         at += 4
         size = value if kind == _SIZED else 0
+        if at + size > len(data):
+            raise ValueError("an attribute of .nv.info ends outside of it")
         yield attribute, data[at : at + size]
         at += size
 
 
-def _arch(sections: dict[str, Any]) -> str:
-    """The target as ptxas was given it, from its note: `... -arch sm_90a`."""
-    note = sections[".note.nv.tkinfo"].data().decode("latin-1") if ".note.nv.tkinfo" in sections else ""
-    _, found, tail = note.partition("-arch ")
-    return tail.split()[0].strip("\0 ") if found else ""
+def _built_by(elf: Any, sections: dict[str, Any]) -> tuple[str, str]:
+    """Target and release of ptxas, from its note: `... release 13.4, ...  -arch sm_90a`."""
+    note = sections[".note.nv.tkinfo"].data().decode("latin-1")
+    arch, release = re.search(r"-arch (sm_(\d+)\w*)", note), re.search(r"release (\d+\.\d+)", note)
+    if arch is None or release is None:
+        raise ValueError("its note names no target and release")
+    number = elf["e_flags"] >> 8 & 0xFF
+    if number != int(arch[2]):
+        raise ValueError(f"its note says {arch[1]}, its header sm_{number}")
+    return arch[1], release[1]

@@ -15,16 +15,17 @@ with float32 sums. One launch of clusters of 8 CTAs: cluster (head, row tile), C
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.driver import Launch, Param
+from k3dsl.nvidia.launch import Launch, Param
 
 LORA: Final = 1536  # q latent
 NOPE: Final = 128
 QK: Final = 192  # rows of W_qb a head: nope and rope
 LATENT: Final = 512
 ENTRY: Final = 576  # latent and rope part, of a query and of a cache entry
+PROJECTED: Final = LORA + ENTRY  # columns of the projection that are read
 CLUSTER: Final = 8  # the largest portable cluster
 THREADS: Final = 256
 WARPS: Final = THREADS // 32
@@ -35,6 +36,9 @@ MAX_HEADS: Final = 128
 ELEMENT: Final = {"fp8": 1, "bf16": 2}
 #: Row tiles of each schedule.
 TILES: Final = {"narrow": (1, 2, 4, 8), "wide": (16, 32, 48, 64)}
+#: Builds that fit 128 registers a thread, so that a CTA can start (and request its weights) beside one of the kernel
+#: before. The others need more for W_qb, the norm weights and the rows that are on their way.
+TWO_A_SM: Final = (("narrow", 1), ("narrow", 2), ("wide", 16))
 TARGETS: Final = ("sm_90a", "sm_100a", "sm_103a")
 
 #: Rows of W_qb and columns of W_UK that a CTA owns.
@@ -127,8 +131,8 @@ def config(heads: int, rows: int, kv_format: str) -> QueryKey:
     """The build that serves `rows` rows of `heads` heads.
 
     Up to 8 rows every CTA of a cluster normalizes all rows itself ("narrow"). From 9 on that is the largest part of the
-    kernel's time, so the CTAs split the 1536 columns instead and exchange sums ("wide"). With few heads, two tiles of 32
-    rows keep twice as many SMs busy as one of 64.
+    kernel's time, so the CTAs split the 1536 columns instead and exchange sums ("wide"). With few heads, two tiles of
+    32 rows keep twice as many SMs busy as one of 64.
     """
     _check(heads, rows)
     if rows <= 8:
@@ -159,6 +163,92 @@ def page_shift(page: int) -> int:
     if type(page) is not int or page < 1 or page & (page - 1):
         raise ConfigError(f"page={page!r}: the tokens of a cache page must be a power of two")
     return page.bit_length() - 1
+
+
+def arguments(
+    key: QueryKey,
+    *,
+    projected: Any,
+    q_norm: Any,
+    kv_norm: Any,
+    q_b: Any,
+    w_uk: Any,
+    slots: Any,
+    cache: Any,
+    query: Any,
+    q_scale_inv: Any = None,
+    k_scale_inv: Any = None,
+    eps: float,
+) -> dict[str, Any]:
+    """Torch tensors of one call as values of QueryKey.params. Shapes, dtypes and strides: there.
+
+    projected may be wider than 2112, slots longer than the rows. Caches of one byte an element may be uint8. The scales
+    are for fp8 alone. Raises ConfigError with every shape, dtype, stride or alignment that the kernel does not take.
+    """
+    if projected.ndim != 2 or query.ndim != 3 or cache.ndim != 3:
+        raise ConfigError(
+            f"MlaQuery: projected, query and cache have {projected.ndim}, {query.ndim} and {cache.ndim} axes, "
+            "must have 2, 3 and 3"
+        )
+    rows, heads = int(projected.shape[0]), int(query.shape[1])
+    _check(heads, rows)
+    fp8 = key.kv_format == "fp8"
+    element = ("uint8", "float8_e4m3fn") if fp8 else ("bfloat16",)
+    want: dict[str, tuple[Any, tuple[int | None, ...], tuple[str, ...], int]] = {
+        "projected": (projected, (rows, None), ("bfloat16",), 16),
+        "q_norm": (q_norm, (LORA,), ("bfloat16",), 16),
+        "kv_norm": (kv_norm, (LATENT,), ("bfloat16",), 16),
+        "q_b": (q_b, (heads * QK, LORA), ("bfloat16",), 16),
+        "w_uk": (w_uk, (heads, NOPE, LATENT), ("bfloat16",), 16),
+        "slots": (slots, (None,), ("int64",), 8),
+        "cache": (cache, (None, None, ENTRY), element, 8 * ELEMENT[key.kv_format]),
+        "query": (query, (rows, heads, ENTRY), element, 16),
+    }
+    if fp8:
+        want |= {n: (t, (1,), ("float32",), 4) for n, t in (("q_scale_inv", q_scale_inv), ("k_scale_inv", k_scale_inv))}
+    bad = []
+    for name, (tensor, shape, dtypes, align) in want.items():
+        if tensor is None:
+            bad.append(f"{name} is None, must be a tensor: the cache is fp8")
+            continue
+        have = tuple(tensor.shape)
+        if len(have) != len(shape) or any(w is not None and w != h for w, h in zip(shape, have, strict=True)):
+            bad.append(f"{name} has shape {have}, must be {tuple('any' if n is None else n for n in shape)}")
+        if str(tensor.dtype) not in [f"torch.{d}" for d in dtypes]:
+            bad.append(f"{name} is {tensor.dtype}, must be {' or '.join(dtypes)}")
+        if tensor.data_ptr() % align:
+            bad.append(f"{name} starts at {tensor.data_ptr():#x}, must be {align}-byte aligned")
+        # Strides that the kernel takes: of the first axis of projected, the first two of w_uk and cache. An axis of one
+        # has no stride: whatever it says is multiplied by 0.
+        free = {"projected": 1, "w_uk": 2, "cache": 2}.get(name, 0)
+        strides = [st if n > 1 else 0 for st, n in zip(tensor.stride(), have, strict=True)]
+        inner = tensor[(0,) * free] if free and 0 not in have else tensor
+        if not inner.is_contiguous():
+            bad.append(f"{name} has strides {tuple(tensor.stride())}, must be contiguous from axis {free} on")
+        elif any(st < 0 or st * tensor.element_size() % align for st in strides[:free]):
+            bad.append(f"{name} has strides {tuple(tensor.stride())}, must step by multiples of {align} bytes")
+    if projected.shape[1] < PROJECTED:
+        bad.append(f"projected has {projected.shape[1]} columns, must have at least {PROJECTED}")
+    if len(slots.shape) == 1 and slots.shape[0] < rows:
+        bad.append(f"slots has {slots.shape[0]} entries, must have at least {rows}")
+    if bad:
+        raise ConfigError.of("MlaQuery", bad)
+
+    def stride(tensor: Any, axis: int) -> int:
+        return int(tensor.stride(axis)) if tensor.shape[axis] > 1 else 0
+
+    return {
+        **{name: tensor.data_ptr() for name, (tensor, *_) in want.items()},
+        **({} if fp8 else {"q_scale_inv": 0, "k_scale_inv": 0}),
+        "rows": rows,
+        "row_pitch": stride(projected, 0),
+        "page_shift": page_shift(int(cache.shape[1])),
+        "uk_head_stride": stride(w_uk, 0),
+        "uk_stride": stride(w_uk, 1),
+        "page_stride": stride(cache, 0),
+        "token_stride": stride(cache, 1),
+        "eps": eps,
+    }
 
 
 def _check(heads: int, rows: int) -> None:

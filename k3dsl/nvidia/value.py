@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.driver import Launch, Param
+from k3dsl.nvidia.launch import Launch, Param
 
 LATENT: Final = 512
 V: Final = 128
@@ -51,6 +51,11 @@ class ValueKey:
         Param("v_stride", "i32"),  # of weight, elements, a multiple of 8
         Param("gate_pitch", "i32"),  # elements, even
     )
+
+    @property
+    def smem(self) -> int:
+        """Dynamic shared memory of a CTA, bytes."""
+        return smem_bytes(self.tile)
 
 
 def supports(key: ValueKey, target: str) -> list[str]:

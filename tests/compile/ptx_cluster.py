@@ -1,12 +1,14 @@
 """Runs the PTX of a kernel for one thread-block cluster on the CPU, all threads at once (numpy lanes).
 
-For the kernels of this repository that branch forward only: statements run in program order, each for the threads that
-reach it, in all CTAs of the cluster together. So barriers need no scheduling; what they must protect is checked instead:
+For kernels that branch forward only: statements run in program order, each for the threads that reach it, in all CTAs
+of the cluster together. So barriers need no scheduling; what they must protect is checked instead:
 
 * cp.async data appears at the thread's wait_group, st.async data at the wait on its mbarrier: not a statement earlier;
-* an mbarrier must have got exactly the bytes that it expects when it is waited for;
+* an mbarrier must have got exactly the bytes that it expects when it is waited for, and nothing before a cluster
+  barrier that followed its setup;
 * a shared word that another thread wrote, or read, since the last block barrier may not be read, or written;
-* global accesses must be aligned and lie in a buffer that the caller gave, and stores in a writable one.
+* global accesses must be aligned and lie in a buffer that the caller gave, and stores in a writable one; buffers that
+  an earlier kernel writes may be touched only after griddepcontrol.wait.
 
 Not modelled: MMA rounding (sums of exact products in float64, rounded once), caches, timing.
 """
@@ -24,11 +26,12 @@ RANK_SHIFT = 24  # shared::cluster address = rank << 24 | shared address
 
 @dataclass
 class Buffer:
-    """A global allocation: `data` is uint8, changed in place if `writable`; `address` is 256-byte aligned and invented."""
+    """A global allocation: `data` is uint8, changed in place if `writable`; `address` is invented, 256-byte aligned."""
 
     data: np.ndarray
     writable: bool = False
     address: int = 0
+    constant: bool = True  # no earlier kernel of the stream writes it
     written: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +47,8 @@ def bits32(values):
 
 
 def bf16_bits(values):
-    return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16).astype(U64)
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
+    return rounded.view(torch.int16).numpy().view(np.uint16).astype(U64)
 
 
 def bf16_values(bits):
@@ -114,6 +118,9 @@ class Cluster:
         self.barriers: dict[tuple[int, int], list[int]] = {}  # (rank, offset) -> [expected, arrived]
         self.in_flight: dict[tuple[int, int], list] = {}
         self.copies: list = []
+        self.announced: set[tuple[int, int]] = set()  # barriers set up before the last cluster arrive
+        self.visible: set[tuple[int, int]] = set()  # ... before the last cluster wait
+        self.waited = False  # griddepcontrol.wait
         self.uninitialized = 0
 
     def run(self, arguments: list[int], buffers: list[Buffer]) -> None:
@@ -123,7 +130,7 @@ class Cluster:
         resume = np.zeros(self.lanes, int)
         for index, (raw, guard, op, operands) in enumerate(self.program.statements):
             active = resume <= index
-            if guard:
+            if guard and active.any():  # a predicate of a branch that nobody took was never set
                 active = active & ((self.regs[guard[0]] != 0) ^ guard[1])
             if not active.any() or op[0] == "label":
                 continue
@@ -178,6 +185,7 @@ class Cluster:
             mine = left & (address >= low) & (address <= high)
             if mine.any():
                 assert buffer.writable or not store, "store to a buffer that is only read"
+                assert buffer.constant or self.waited, "access before the grid dependency wait"
                 yield np.flatnonzero(mine), buffer, (address[mine] - low).astype(int)
                 left &= ~mine
         assert not left.any(), f"out of bounds: {[hex(int(a)) for a in address[left][:4]]}"
@@ -197,7 +205,8 @@ class Cluster:
     def shared_index(self, address: np.ndarray, size: int):
         lanes = np.flatnonzero(self.active)
         offset = address[lanes].astype(int) - SMEM_BASE
-        assert (offset >= 0).all() and (offset + size <= self.smem.shape[1]).all(), "out of shared memory"
+        inside = (offset >= 0) & (offset + size <= self.smem.shape[1])
+        assert inside.all(), "out of shared memory"
         assert not (offset % size).any(), f"misaligned {size}-byte shared access"
         return lanes, self.rank[lanes][:, None], offset[:, None] + np.arange(size)
 
@@ -268,7 +277,7 @@ class Cluster:
         for lane in np.flatnonzero(self.active):
             assert rank[lane] == barrier_rank[lane], "data and barrier in different CTAs"
             key = (int(rank[lane]), int(barrier_offset[lane]))
-            assert key in self.barriers, "store on a barrier that is not initialized"
+            assert key in self.visible, "store on a barrier whose setup no cluster barrier made visible"
             assert offset[lane] % data.shape[1] == 0
             self.barriers[key][1] += data.shape[1]
             self.in_flight.setdefault(key, []).append((int(offset[lane]), data[lane]))
@@ -283,7 +292,8 @@ class Cluster:
                 assert expected == arrived, f"barrier {key}: {arrived} of {expected} bytes"
                 for offset, data in self.in_flight.pop(key, []):
                     where = slice(offset, offset + data.size)
-                    assert (self.writer[rank, where] == -1).all() and (self.reader[rank, where] == -1).all(), "race"
+                    for owner in (self.writer, self.reader):
+                        assert (owner[rank, where] == -1).all(), "race: a peer's store after an access, no barrier"
                     self.smem[rank, where] = data
                     self.ready[rank, where] = True
             return
@@ -314,12 +324,21 @@ class Cluster:
         self.reader[:] = -1
 
     def op_barrier(self, op, operands):
-        assert op[1] == "cluster" and self.active.all()
+        assert op[1] == "cluster"
+        assert self.active.all()
+        if op[2] == "arrive":
+            self.announced = set(self.barriers)
+        else:
+            self.visible, self.announced = self.announced, set()
+
+    def op_griddepcontrol(self, op, operands):
+        assert self.active.all()
+        self.waited = self.waited or op[1] == "wait"
 
     def op_nothing(self, op, operands):
         pass
 
-    op_griddepcontrol = op_fence = op_createpolicy = op_nothing
+    op_fence = op_createpolicy = op_nothing
 
     def op_mapa(self, op, operands):
         own, rank = self.get(operands[1]), self.get(operands[2])
@@ -336,7 +355,8 @@ class Cluster:
         self.put(operands[0].split("|")[0], value[:, source].reshape(-1))
 
     def op_ldmatrix(self, op, operands):
-        assert "trans" in op and "x4" in op and self.active.all()
+        assert {"trans", "x4"} <= set(op)
+        assert self.active.all()
         rows = self.load_shared(self.where(operands[1]), 16).view(np.uint16).reshape(-1, 4, 8, 8)  # warp, matrix, row
         lane = np.arange(32)
         g, c = lane // 4, lane % 4
@@ -345,9 +365,15 @@ class Cluster:
             self.put(name, (lo | (hi << U64(16))).reshape(-1))
 
     def op_mma(self, op, operands):
-        assert op[3] == "m16n8k16" and self.active.all()
+        assert op[3] == "m16n8k16"
+        assert self.active.all()
         d, a, b, c = (self.vector(o) for o in operands)
-        halves = lambda n: np.stack([bf16_values(self.get(n)), bf16_values(self.get(n) >> U64(16))], -1).reshape(-1, 8, 4, 2)  # noqa: E731
+
+        def halves(name):
+            """[warp][g][c][low or high half]"""
+            bits = self.get(name)
+            return np.stack([bf16_values(bits), bf16_values(bits >> U64(16))], -1).reshape(-1, 8, 4, 2)
+
         A = np.zeros((self.lanes // 32, 16, 16))
         for i, name in enumerate(a):  # [warp][g][c][half] -> row g + 8 (i & 1), k = 2c + half + 8 (i >> 1)
             A[:, 8 * (i & 1) : 8 * (i & 1) + 8, 8 * (i >> 1) : 8 * (i >> 1) + 8] = halves(name).reshape(-1, 8, 8)

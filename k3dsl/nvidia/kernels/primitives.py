@@ -8,7 +8,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from k3dsl.nvidia.kernels.ptx import emit
 
-#: Targets whose FP32 pipe takes two lanes an instruction (`fma.rn.f32x2`, IEEE per lane, so bit-identical to two of one).
+#: Targets whose FP32 pipe takes two lanes an instruction (`fma.rn.f32x2`: IEEE per lane, bit-identical to two of one).
 PACKED_F32 = ("sm_100a", "sm_103a")
 
 _EVICT_FIRST = ".reg .b64 pol; createpolicy.fractional.L2::evict_first.b64 pol, 1.0;"
@@ -24,7 +24,7 @@ def ldg_weight(address, *, loc=None, ip=None):
         "{ " + _EVICT_FIRST + " ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], pol; }",
         "rrrr",
         [("l", address)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -33,20 +33,18 @@ def ldg_weight(address, *, loc=None, ip=None):
 @dsl_user_op
 def ldg_const(address, *, loc=None, ip=None):
     """16 bytes that no kernel of the stream writes (a norm weight): read-only path."""
-    return emit(
-        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("l", address)], clobber=True, loc=loc, ip=ip
-    )
+    return emit("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("l", address)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ldg_if(address, live, *, loc=None, ip=None):
-    """16 bytes if `live` (a Boolean), else zeros without touching memory. Ordinary path: an earlier kernel wrote them."""
+    """16 bytes if `live` (a Boolean), else zeros without touching memory. By the ordinary path: a kernel wrote them."""
     return emit(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
         " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
         "rrrr",
         [("l", address), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -54,7 +52,7 @@ def ldg_if(address, live, *, loc=None, ip=None):
 
 @dsl_user_op
 def ldg_f32(address, *, loc=None, ip=None):
-    return emit("ld.global.f32 $0, [$1];", "f", [("l", address)], clobber=True, loc=loc, ip=ip)
+    return emit("ld.global.f32 $0, [$1];", "f", [("l", address)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -65,7 +63,7 @@ def ldg_pair_if(address, live, other, *, loc=None, ip=None):
         " @p ld.global.v2.b32 {$0, $1}, [$2]; }",
         "rr",
         [("l", address), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -77,7 +75,7 @@ def stg16_if(address, word, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; .reg .b16 l, h; setp.ne.s32 p, $2, 0; mov.b32 {l, h}, $1; @p st.global.b16 [$0], l; }",
         ins=[("l", address), ("r", word), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -89,7 +87,7 @@ def stg32_if(address, word, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }",
         ins=[("l", address), ("r", word), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -101,7 +99,7 @@ def stg64_if(address, a, b, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }",
         ins=[("l", address), ("r", a), ("r", b), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -113,7 +111,7 @@ def stg128_if(address, words, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
         ins=[("l", address), *(("r", w) for w in words), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -125,7 +123,7 @@ def cp_async_weight(shared, address, *, loc=None, ip=None):
     emit(
         "{ " + _EVICT_FIRST + " cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, pol; }",
         ins=[("r", shared), ("l", address)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -136,36 +134,32 @@ def cp_async_weight(shared, address, *, loc=None, ip=None):
 
 @dsl_user_op
 def lds32(shared, *, loc=None, ip=None):
-    return emit("ld.shared.b32 $0, [$1];", "r", [("r", shared)], clobber=True, loc=loc, ip=ip)
+    return emit("ld.shared.b32 $0, [$1];", "r", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds64(shared, *, loc=None, ip=None):
-    return emit("ld.shared.v2.b32 {$0, $1}, [$2];", "rr", [("r", shared)], clobber=True, loc=loc, ip=ip)
+    return emit("ld.shared.v2.b32 {$0, $1}, [$2];", "rr", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds128(shared, *, loc=None, ip=None):
-    return emit(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("r", shared)], clobber=True, loc=loc, ip=ip
-    )
+    return emit("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds_f32(shared, *, loc=None, ip=None):
-    return emit("ld.shared.f32 $0, [$1];", "f", [("r", shared)], clobber=True, loc=loc, ip=ip)
+    return emit("ld.shared.f32 $0, [$1];", "f", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds_f32x2(shared, *, loc=None, ip=None):
-    return emit("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", [("r", shared)], clobber=True, loc=loc, ip=ip)
+    return emit("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def lds_f32x4(shared, *, loc=None, ip=None):
-    return emit(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", [("r", shared)], clobber=True, loc=loc, ip=ip
-    )
+    return emit("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", [("r", shared)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -174,7 +168,7 @@ def sts_f32_if(shared, x, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1; }",
         ins=[("r", shared), ("f", x), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -185,7 +179,7 @@ def sts128(shared, words, *, loc=None, ip=None):
     emit(
         "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
         ins=[("r", shared), *(("r", w) for w in words)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -197,7 +191,7 @@ def sts128_if(shared, words, live, *, loc=None, ip=None):
     emit(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }",
         ins=[("r", shared), *(("r", w) for w in words), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -211,7 +205,7 @@ def ldmatrix_x4_trans(shared, *, loc=None, ip=None):
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
         "rrrr",
         [("r", shared)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -224,10 +218,9 @@ def ldmatrix_x4_trans(shared, *, loc=None, ip=None):
 def mbarrier_expect(barrier, bytes_, *, loc=None, ip=None):
     """Set up a barrier of one phase that completes when `bytes_` (a Python int) have arrived. One thread."""
     emit(
-        f"{{ .reg .b64 s; mbarrier.init.shared.b64 [$0], 1;"
-        f" mbarrier.arrive.expect_tx.shared.b64 s, [$0], {bytes_}; }}",
+        f"{{ .reg .b64 s; mbarrier.init.shared.b64 [$0], 1; mbarrier.arrive.expect_tx.shared.b64 s, [$0], {bytes_}; }}",
         ins=[("r", barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -240,7 +233,7 @@ def mbarrier_wait_cluster(barrier, *, loc=None, ip=None):
         "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], 0;"
         " @p bra DONE; bra WAIT; DONE: }",
         ins=[("r", barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -249,7 +242,8 @@ def mbarrier_wait_cluster(barrier, *, loc=None, ip=None):
 @dsl_user_op
 def map_to_peer(shared, rank, *, loc=None, ip=None):
     """The shared::cluster address of `shared` in the CTA of rank `rank`."""
-    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", [("r", shared), ("r", Int32(rank))], side=False, loc=loc, ip=ip)
+    ins = [("r", shared), ("r", Int32(rank))]
+    return emit("mapa.shared::cluster.u32 $0, $1, $2;", "r", ins, volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -258,7 +252,7 @@ def st_async32(peer, word, peer_barrier, *, loc=None, ip=None):
     emit(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
         ins=[("r", peer), ("r", word), ("r", peer_barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -269,7 +263,7 @@ def st_async64(peer, a, b, peer_barrier, *, loc=None, ip=None):
     emit(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [$0], {$1, $2}, [$3];",
         ins=[("r", peer), ("r", a), ("r", b), ("r", peer_barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -280,7 +274,7 @@ def st_async_f32(peer, x, peer_barrier, *, loc=None, ip=None):
     emit(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $1, [$2];",
         ins=[("r", peer), ("f", x), ("r", peer_barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -291,7 +285,7 @@ def st_async_f32x4(peer, x, peer_barrier, *, loc=None, ip=None):
     emit(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];",
         ins=[("r", peer), *(("f", v) for v in x), ("r", peer_barrier)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -303,15 +297,13 @@ def st_async_f32x4(peer, x, peer_barrier, *, loc=None, ip=None):
 @dsl_user_op
 def unpack_bf16(word, *, loc=None, ip=None):
     """The two bf16 of a word as float32, low half first. Exact."""
-    return emit(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "ff", [("r", word)], side=False, loc=loc, ip=ip
-    )
+    return emit("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "ff", [("r", word)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def pack_bf16(lo, hi, *, loc=None, ip=None):
     """Two float32 rounded to nearest even, `lo` in the low half."""
-    return emit("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", [("f", lo), ("f", hi)], side=False, loc=loc, ip=ip)
+    return emit("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", [("f", lo), ("f", hi)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -321,7 +313,7 @@ def pack_e4m3(lo, hi, *, loc=None, ip=None):
         "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
         "r",
         [("f", lo), ("f", hi)],
-        side=False,
+        volatile=False,
         loc=loc,
         ip=ip,
     )
@@ -335,7 +327,7 @@ def pack_e4m3x4(a, b, c, d, *, loc=None, ip=None):
         " mov.b32 $0, {l, h}; }",
         "r",
         [("f", a), ("f", b), ("f", c), ("f", d)],
-        side=False,
+        volatile=False,
         loc=loc,
         ip=ip,
     )
@@ -346,24 +338,24 @@ def pack_e4m3x4(a, b, c, d, *, loc=None, ip=None):
 
 @dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
-    return emit("fma.rn.f32 $0, $1, $2, $3;", "f", [("f", a), ("f", b), ("f", c)], side=False, loc=loc, ip=ip)
+    return emit("fma.rn.f32 $0, $1, $2, $3;", "f", [("f", a), ("f", b), ("f", c)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul(a, b, *, loc=None, ip=None):
-    return emit("mul.rn.f32 $0, $1, $2;", "f", [("f", a), ("f", b)], side=False, loc=loc, ip=ip)
+    return emit("mul.rn.f32 $0, $1, $2;", "f", [("f", a), ("f", b)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def div(a, b, *, loc=None, ip=None):
     """IEEE division."""
-    return emit("div.rn.f32 $0, $1, $2;", "f", [("f", a), ("f", b)], side=False, loc=loc, ip=ip)
+    return emit("div.rn.f32 $0, $1, $2;", "f", [("f", a), ("f", b)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def rsqrt(x, *, loc=None, ip=None):
     """The hardware's approximation, 2 ulp."""
-    return emit("rsqrt.approx.f32 $0, $1;", "f", [("f", x)], side=False, loc=loc, ip=ip)
+    return emit("rsqrt.approx.f32 $0, $1;", "f", [("f", x)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -373,7 +365,7 @@ def _fma_f32x2(a, b, c, *, loc=None, ip=None):
         " fma.rn.f32x2 a, a, b, c; mov.b64 {$0, $1}, a; }",
         "ff",
         [("f", x) for x in (*a, *b, *c)],
-        side=False,
+        volatile=False,
         loc=loc,
         ip=ip,
     )
@@ -385,7 +377,7 @@ def _mul_f32x2(a, b, *, loc=None, ip=None):
         "{ .reg .b64 a, b; mov.b64 a, {$2, $3}; mov.b64 b, {$4, $5}; mul.rn.f32x2 a, a, b; mov.b64 {$0, $1}, a; }",
         "ff",
         [("f", x) for x in (*a, *b)],
-        side=False,
+        volatile=False,
         loc=loc,
         ip=ip,
     )
@@ -419,8 +411,7 @@ def mma_bf16(acc, a, b, *, loc=None, ip=None):
         "ffff",
         [*(("r", w) for w in a), *(("r", w) for w in b)],
         tied=list(acc),
-        side=False,
+        volatile=False,
         loc=loc,
         ip=ip,
     )
-

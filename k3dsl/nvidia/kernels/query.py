@@ -18,6 +18,7 @@ class MlaQuery:
         schedule = Narrow if key.schedule == "narrow" else Wide
         self.schedule = schedule(key, packed=target in P.PACKED_F32)
         self.launch = facts.geometry(key, heads=1, rows=1)
+        self.ctas_a_sm = 2 if (key.schedule, key.tile) in facts.TWO_A_SM else 1
 
     @cute.jit
     def __call__(
@@ -52,7 +53,8 @@ class MlaQuery:
             smem=self.launch.smem,
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.ctas_a_sm,
+            preferred_smem_carveout=100,  # given, because the DSL would ask a GPU for its limits
         )  # fmt: skip
 
     @cute.kernel

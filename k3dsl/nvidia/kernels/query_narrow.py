@@ -1,18 +1,18 @@
 """MlaQuery for few rows: every CTA normalizes all rows of its tile, and owns 24 rows of W_qb and 64 columns of W_UK.
 
-The whole slice of W_qb (72 registers a thread) is loaded before the grid dependency wait: warp w holds k = 192 w.. of all
-24 rows, so that the MMAs start as soon as the normalized rows are in shared memory. The partial sums of the 8 warps meet
-in shared memory, their bf16 goes to all 8 CTAs of the cluster (st.async), and each CTA absorbs its columns.
+The whole slice of W_qb (72 registers a thread) is loaded before the grid dependency wait: warp w holds k = 192 w.. of
+all 24 rows, so that the MMAs start as soon as the normalized rows are in shared memory. The partial sums of the 8 warps
+meet in shared memory, their bf16 goes to all 8 CTAs of the cluster (st.async), and each CTA absorbs its columns.
 
 W_qb is the A of the MMA, 8 rows at a time, and a 16-byte load of 8 consecutive k is the fragment as it lies: words 0, 2
-(k = 0, 1, 4, 5 of the 8) are row g of A, words 1, 3 (k = 2, 3, 6, 7) are row g + 8. So each half of A multiplies another
+(k = 0, 1, 4, 5 of the 8) are row g of A, words 1, 3 (k = 2, 3, 6, 7) are row g + 8. So each half of A multiplies its
 half of k. B holds both halves of x side by side, column 2t + h for half h of row t: of the result, (g, 2t) and
 (g + 8, 2t + 1) are the sums of the two halves of k for row t, both in lane 4g + t, and the other entries mix halves and
-are dropped. Eight rows of W_qb and 32 k for four rows of x by one MMA without moving a register.
+are dropped. Eight rows of W_qb and 32 k for four rows of x by one MMA, without moving a register.
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from k3dsl.nvidia import query as facts
 from k3dsl.nvidia.kernels import primitives as P  # noqa: N812
@@ -49,11 +49,11 @@ class Narrow:
         lane_in_row = at.thread - mine * (32 * self.row_warps)
         weight = [P.ldg_const(args.q_norm + self.chunk(lane_in_row, j) * 16) for j in range(self.chunks)]
         insert = parts.Insert(args, at, self.kv_format, tile, self.packed)
+        live = (mine < tile) & (at.row0 + mine < args.rows)
+        source = args.projected + Int64(at.row0 + mine) * Int64(args.row_pitch) * 2
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = (mine < tile) & (at.row0 + mine < args.rows)
-        source = args.projected + Int64(at.row0 + mine) * Int64(args.row_pitch) * 2
         raw = [P.ldg_if(source + self.chunk(lane_in_row, j) * 16, live) for j in range(self.chunks)]
         insert.load()
         scale = P.ldg_f32(args.q_scale_inv) if self.kv_format == "fp8" else None
@@ -122,7 +122,9 @@ class Narrow:
         row = at.head * facts.QK + at.part * facts.PART_ROWS + at.g
         source = args.q_b + (Int64(row) * facts.LORA + Int64(at.warp * (facts.LORA // facts.WARPS) + at.c * 8)) * 2
         chunks, blocks = facts.LORA // facts.WARPS // 32, facts.PART_ROWS // 8
-        return [[P.ldg_weight(source + (i * 8 * facts.LORA + j * 32) * 2) for i in range(blocks)] for j in range(chunks)]
+        return [
+            [P.ldg_weight(source + (i * 8 * facts.LORA + j * 32) * 2) for i in range(blocks)] for j in range(chunks)
+        ]
 
     def sum_of_row(self, sums, mine):
         """The sums of squares of the warps of a row, added in order."""

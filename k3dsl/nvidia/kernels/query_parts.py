@@ -111,14 +111,14 @@ class Insert:
         self.row = at.row0 + mine
         self.live = (mine < tile) & (self.row < args.rows)
         self.weight = [P.ldg_if(args.kv_norm + (at.lane + 32 * i) * 16, self.live) for i in range(2)]
+        self.slot_at = args.slots + Int64(self.row) * 8
+        self.source = args.projected + (Int64(self.row) * Int64(args.row_pitch) + facts.LORA) * 2 + at.lane * 16
 
     def load(self) -> None:
-        args, lane = self.args, self.at.lane
-        self.slot = P.ldg_pair_if(args.slots + Int64(self.row) * 8, self.live, -1)
-        entry = args.projected + (Int64(self.row) * Int64(args.row_pitch) + facts.LORA) * 2
-        self.latent = [P.ldg_if(entry + (lane + 32 * i) * 16, self.live) for i in range(2)]
-        self.rope = P.ldg_if(entry + facts.LATENT * 2 + lane * 16, self.live & (lane < 8))
-        self.scale = P.ldg_f32(args.k_scale_inv) if self.kv_format == "fp8" else None
+        self.latent = [P.ldg_if(self.source + i * 512, self.live) for i in range(2)]
+        self.rope = P.ldg_if(self.source + facts.LATENT * 2, self.live & (self.at.lane < 8))
+        self.slot = P.ldg_pair_if(self.slot_at, self.live, -1)
+        self.scale = P.ldg_f32(self.args.k_scale_inv) if self.kv_format == "fp8" else None
 
     def store(self) -> None:
         """Under `if insert.wanted():`, which is uniform over the warp."""
@@ -179,10 +179,11 @@ def absorb(args: Args, at: Where, kv_format: str, tile: int, u, uk, scale) -> No
             if tile <= 8:
                 # Rows beyond the tile repeat the last one and are dropped; rows 8..15 are zeros.
                 lane = cutlass.select_(at.g < tile, at.g, tile - 1) * 4 + at.c if tile < 8 else at.lane
-                a = [P.lds32(u + (2 * s) * 128 + lane * 4), Int32(0), P.lds32(u + (2 * s + 1) * 128 + lane * 4), Int32(0)]
+                word = u + 2 * s * 128 + lane * 4
+                a = [P.lds32(word), Int32(0), P.lds32(word + 128), Int32(0)]
             else:
-                at_ = u + (m * 2 * steps + 2 * s) * 256 + at.lane * 8
-                a = [*P.lds64(at_), *P.lds64(at_ + 256)]
+                pair = u + (m * 2 * steps + 2 * s) * 256 + at.lane * 8
+                a = [*P.lds64(pair), *P.lds64(pair + 256)]
             acc[s % 4] = P.mma_bf16(acc[s % 4], a, uk[2 * s : 2 * s + 2])
         total = [(acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]) for i in range(4)]
         for h in range(1 if tile <= 8 else 2):

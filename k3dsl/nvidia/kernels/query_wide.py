@@ -10,8 +10,8 @@ for all 192 rows of W_qb of the head: an eighth of the reads and of the arithmet
 3. u. CTA w rounds its 24 rows of u to bf16 and sends the nope part to all CTAs; then each absorbs 64 latent columns.
 
 All three are st.async from registers, each to its own barrier, in fragment order: two adjacent accumulator tiles of u
-are the A fragment of one k16 step of the absorbing MMA. x lies in shared memory as A fragments as well: [16 rows][chunk of
-32 k][k16 step][lane] 16 bytes, written by a thread that normalizes the same 8 columns of rows g and g + 8.
+are the A fragment of one k16 step of the absorbing MMA. x lies in shared memory as A fragments as well: [16 rows][chunk
+of 32 k][k16 step][lane] 16 bytes, written by a thread that normalizes the same 8 columns of rows g and g + 8.
 """
 
 import cutlass
@@ -58,14 +58,15 @@ class Wide:
         items = [self.item(at, i) for i in range(passes)]
         weight = [P.ldg_const(args.q_norm + (at.part * CHUNKS + chunk) * 16) for _, _, chunk in items]
         insert = parts.Insert(args, at, self.kv_format, tile, self.packed)
-
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         row = at.part * self.sum_rows + at.warp
         live = (at.warp < self.sum_rows) & (at.row0 + row < args.rows)
         source = args.projected + Int64(at.row0 + row) * Int64(args.row_pitch) * 2
+        pairs = [self.pair_at(args, at, item) for item in items]
+
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         whole = [P.ldg_if(source + (at.lane + 32 * j) * 16, live) for j in range(facts.LORA // 256)]
-        raw = [self.load_pair(args, at, item) for item in items]
+        raw = [[P.ldg_if(address, wanted) for address, wanted in rows] for rows in pairs]
         insert.load()
         scale = P.ldg_f32(args.q_scale_inv) if self.kv_format == "fp8" else None
 
@@ -145,19 +146,17 @@ class Wide:
         ]
 
     def item(self, at: parts.Where, i: int):
-        """(whether there is one, pair of rows, 16-byte chunk of the CTA's columns) that a thread normalizes in pass i."""
+        """(is there one, pair of rows, 16-byte chunk of the CTA's columns) that a thread normalizes in pass i."""
         index = at.thread + i * facts.THREADS
         pair = index // CHUNKS
         return index < self.items, pair, index - pair * CHUNKS
 
-    def load_pair(self, args: parts.Args, at: parts.Where, item):
-        """The chunk of rows g and g + 8 of the pair's M tile."""
+    def pair_at(self, args: parts.Args, at: parts.Where, item):
+        """(address, whether to load) of the item's chunk in rows g and g + 8 of its M tile."""
         active, pair, chunk = item
         row = at.row0 + (pair >> 3) * 16 + (pair & 7)
         source = args.projected + (Int64(row) * Int64(args.row_pitch) + Int64((at.part * CHUNKS + chunk) * 8)) * 2
-        return [
-            P.ldg_if(source + Int64(args.row_pitch) * (16 * h), active & (row + 8 * h < args.rows)) for h in range(2)
-        ]
+        return [(source + Int64(args.row_pitch) * (16 * h), active & (row + 8 * h < args.rows)) for h in range(2)]
 
     def multiply(self, at: parts.Where, base, w, m: int):
         """Partial u of 16 rows of the tile and this warp's 24 rows of W_qb: three accumulator tiles."""

@@ -21,7 +21,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.cutlass_dsl import dsl_user_op
 
 from k3dsl.nvidia import value as facts
-from k3dsl.nvidia.kernels.primitives import ldg_if, lds_f32x2, mma_bf16, pack_bf16, stg32, unpack_bf16
+from k3dsl.nvidia.kernels.primitives import ldg_if, lds_f32x2, mma_bf16, pack_bf16, stg32_if, unpack_bf16
 from k3dsl.nvidia.kernels.ptx import emit
 
 
@@ -33,7 +33,7 @@ def _load_weight(address, *, loc=None, ip=None):
         "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
         "rrrr",
         [("l", address)],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -46,7 +46,7 @@ def _load_word(address, live, *, loc=None, ip=None):
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
         "r",
         [("l", address), ("r", Int32(live))],
-        clobber=True,
+        memory=True,
         loc=loc,
         ip=ip,
     )
@@ -54,7 +54,7 @@ def _load_word(address, live, *, loc=None, ip=None):
 
 @dsl_user_op
 def _store_pair(shared, a, b, *, loc=None, ip=None):
-    emit("st.shared.v2.f32 [$0], {$1, $2};", ins=[("r", shared), ("f", a), ("f", b)], clobber=True, loc=loc, ip=ip)
+    emit("st.shared.v2.f32 [$0], {$1, $2};", ins=[("r", shared), ("f", a), ("f", b)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -72,7 +72,7 @@ def _sigmoid(x, *, loc=None, ip=None):
         " setp.eq.f32 p, d, 0f7F800000; selp.f32 $0, r, e, p; }",
         "f",
         [("f", x)],
-        side=True,
+        volatile=True,
         loc=loc,
         ip=ip,
     )
@@ -200,8 +200,7 @@ class MlaValue:
         word = pack_bf16(y0 * gate0, y1 * gate1)
         # Selected, not multiplied: latents and gates of an empty request may be NaN.
         word = cutlass.select_(length > 0, word, Int32(0))
-        if live:
-            stg32(out + at * 2, word)
+        stg32_if(out + at * 2, word, live)
 
 
 def trace(key: facts.ValueKey, target: str):

@@ -1,0 +1,139 @@
+"""`k3dsl doctor`: one line for everything that a layer needs, what is wrong with it and what to do."""
+
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Final
+
+import typer
+
+from k3dsl import __version__
+from k3dsl.cli.console import FINDING, Json, emit, out
+from k3dsl.errors import K3Error
+
+_MARKS: Final = {
+    "ok": "[green]ok[/green]  ",
+    "info": "[blue]info[/blue]",
+    "warn": "[yellow]warn[/yellow]",
+    "bad": "[red]bad[/red] ",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, how it stands (ok, info, warn, bad), what was found, what to do about it."""
+
+    name: str
+    status: str
+    found: str
+    todo: str = ""
+
+
+def doctor(json: Json = False) -> None:
+    """Looks at GPU, driver, toolchains, cache folder, layers and environment; says what is wrong and what to do.
+
+    Exit 1 if something is wrong. A machine without a GPU or a compiler is not wrong: it cannot do some things.
+
+    Example: k3dsl doctor --json
+    """
+    checks = [*python(), *gpu(), *toolchain(), *caches(), *environment()]
+    ok = all(check.status != "bad" for check in checks)
+    if json:
+        emit({"ok": ok, "checks": [asdict(check) for check in checks]})
+    else:
+        console = out()
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            console.print(f"{_MARKS[check.status]} {check.name:<{width}}  ", end="", markup=True)
+            console.print(check.found, markup=False)
+            if check.todo:
+                console.print(f"     {'':<{width}}  -> {check.todo}", markup=False)
+    if not ok:
+        raise typer.Exit(FINDING)
+
+
+def python() -> list[Check]:
+    """Interpreter and packages."""
+    found = [Check("k3dsl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.machine()}")]
+    version = _version("torch")
+    if version is None:
+        found.append(Check("torch", "bad", "not installed", "pip install torch"))
+    else:
+        found.append(Check("torch", "ok", version))
+    return found
+
+
+def gpu() -> list[Check]:
+    """Driver and devices."""
+    from k3dsl.nvidia.device import device
+    from k3dsl.nvidia.driver import driver
+
+    try:
+        library = driver()
+        version, count = library.version(), library.device_count()
+    except K3Error as error:
+        return [
+            Check(
+                "GPU", "info", f"none: {str(error).splitlines()[0]}", "target reference runs here; warmup needs no GPU"
+            )
+        ]
+    served = f"{version // 1000}.{version % 1000 // 10}"
+    checks = [Check("CUDA driver", "ok", f"serves CUDA {served}")]
+    for index in range(count):
+        facts = device(index)
+        text = f"{facts.name}, sm_{facts.capability[0]}{facts.capability[1]}, {facts.sm_count} SMs"
+        if facts.target is None:
+            checks.append(Check(f"GPU {index}", "warn", text, "no kernels for it: target reference runs on it"))
+        else:
+            checks.append(Check(f"GPU {index}", "ok", f"{text}, target {facts.target}"))
+    if not count:
+        checks.append(Check("GPU", "info", "none"))
+    return [*checks, *_torch_sees(count)]
+
+
+def _torch_sees(count: int) -> list[Check]:
+    """torch must see what the driver sees: tensors come from it."""
+    if not count or _version("torch") is None:
+        return []
+    import torch
+
+    if torch.cuda.is_available():
+        return [Check("torch CUDA", "ok", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")]
+    return [Check("torch CUDA", "bad", "torch sees no GPU, the driver does", "install a CUDA build of torch")]
+
+
+def toolchain() -> list[Check]:
+    """Compilers. Objects are plain cubins: no linker and no C compiler takes part."""
+    from k3dsl.nvidia.toolchain import CUDA, PINNED, installed
+
+    version, wanted = installed(), PINNED["nvidia-cutlass-dsl"]
+    if version is None:
+        text = f"CuTe DSL is not installed: objects built with {wanted} can be loaded, none can be built"
+        check = Check("NVIDIA compiler", "info", text, "pip install 'k3dsl[nvidia]' to build here")
+    elif version != wanted:
+        text = f"CuTe DSL {version}, kernels were written for {wanted}"
+        check = Check("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
+    else:
+        check = Check("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
+    return [check, Check("linker", "ok", "none is needed: objects are cubins, launched through the driver")]
+
+
+def caches() -> list[Check]:
+    """The cache folder and its layers, each thing tried."""
+    from k3dsl.cache.doctor import findings
+
+    return [Check(f.name, f.status, f.found, f.todo) for f in findings()]
+
+
+def environment() -> list[Check]:
+    """Every variable that k3dsl reads, its value and where that comes from."""
+    from k3dsl.env import describe
+
+    return [Check(name, "ok", f"{value} ({origin})") for name, value, origin in describe()]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,116 @@
+"""The arguments that name a deployment, shared by warmup, plan and `cache why`; the plan file has the same names."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from k3dsl.deployment import Deployment
+from k3dsl.dims import MlaDims
+from k3dsl.errors import ConfigError
+
+MODELS: Final[dict[str, Callable[[int], MlaDims]]] = {"kimi-k3": MlaDims.kimi_k3}
+
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", help="TOML file with these arguments; options here override it.")
+]
+Model = Annotated[str | None, typer.Option(help="Model: kimi-k3.", show_default="kimi-k3")]
+Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks: 8 or 16.", show_default="8")]
+TargetList = Annotated[
+    str | None, typer.Option("--target", help="Targets, e.g. sm_90a,sm_100a.", show_default="that of the present GPU")
+]
+KvFormat = Annotated[str | None, typer.Option("--kv-format", help="Cache format: fp8 or bf16.", show_default="fp8")]
+Batches = Annotated[str | None, typer.Option(help="Rows of a step, e.g. 1-8,16,32,64.", show_default="1-8,16,32,64")]
+Queries = Annotated[str | None, typer.Option(help="Tokens of a request in a step, e.g. 1,4.", show_default="1")]
+PageSize = Annotated[int | None, typer.Option(help="Tokens of a cache page.", show_default="64")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens that a request may reach.", show_default="131072")]
+Core = Annotated[str | None, typer.Option(help="Attention core.", show_default="auto")]
+Dcp = Annotated[int | None, typer.Option(help="Ranks that share a context.", show_default="1")]
+
+_NAMES: Final = (
+    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp"
+)  # fmt: skip
+
+#: Numbers of a range, at most: far more than any step has rows.
+_MOST: Final = 4096
+
+
+def numbers(text: "str | list[int]", what: str) -> tuple[int, ...]:
+    """(1, 2, 3, 16) of "1-3,16". Raises ConfigError naming the piece that is none of N, N-M."""
+    if isinstance(text, list):
+        return tuple(text)
+    if isinstance(text, int):
+        return (text,)
+    found: list[int] = []
+    for piece in str(text).split(","):
+        low, dash, high = piece.strip().partition("-")
+        if len(piece) > 20 or not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
+            raise ConfigError(f"{what}={text!r}: {piece.strip()!r} must be a number or a range such as 1-8")
+        if int(high or low) - int(low) > _MOST:
+            raise ConfigError(f"{what}={text!r}: {piece.strip()!r} must be a range of {_MOST} numbers at most")
+        found += range(int(low), int(high or low) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The arguments as given; None where they were not."""
+
+    plan: Path | None = None
+    model: str | None = None
+    tp: int | None = None
+    target: str | None = None
+    kv_format: str | None = None
+    batches: str | None = None
+    queries: str | None = None
+    page_size: int | None = None
+    max_context: int | None = None
+    core: str | None = None
+    dcp: int | None = None
+
+    def deployments(self) -> list[Deployment]:
+        """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""
+        given = dict(_read(self.plan) if self.plan is not None else {})
+        given |= {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
+        model = given.pop("model", "kimi-k3")
+        if model not in MODELS:
+            raise ConfigError(f"model={model!r} must be one of {', '.join(MODELS)}")
+        dims = MODELS[model](given.pop("tp", 8))
+        for name in ("batches", "queries"):
+            if name in given:
+                given[name] = numbers(given[name], name)
+        targets = given.pop("target", None)
+        if targets is None:
+            targets = _present()
+        names = targets if isinstance(targets, list) else [t.strip() for t in str(targets).split(",")]
+        return [Deployment(dims, target=name, **given) for name in dict.fromkeys(names)]
+
+
+def _present() -> str:
+    from k3dsl.preparing import detect_target
+
+    target = detect_target()
+    if target is None:
+        raise ConfigError("no GPU here whose target could be the default: give --target, e.g. --target sm_90a")
+    return target
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The arguments in a TOML file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"plan file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"plan file {path}: {error}") from error
+    unknown = [name for name in found if name not in _NAMES]
+    if unknown:
+        raise ConfigError(f"plan file {path}: {', '.join(unknown)} must be among {', '.join(_NAMES)}")
+    return found

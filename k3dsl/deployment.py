@@ -1,0 +1,148 @@
+"""A deployment: the frozen facts from which every compile key follows, on any machine, with and without a GPU."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from k3dsl.dims import KV_BYTES, MlaDims
+from k3dsl.errors import ConfigError
+from k3dsl.nvidia.core import SERVED, Choice, choose
+
+if TYPE_CHECKING:
+    from k3dsl.cache import CompileKey
+
+REFERENCE: Final = "reference"
+#: Rows of a step at most: the query scratch that all layers share has 64.
+MAX_ROWS: Final = 64
+MAX_QUERIES: Final = 8
+#: Kimi-K3's position limit.
+MAX_CONTEXT: Final = 1 << 20
+#: Heads of a rank that layers are prepared for: Kimi-K3 at tp 16 and tp 8.
+HEADS: Final = (6, 12)
+#: Everything but the heads is fixed in the kernels.
+_FIXED: Final = ("q_lora", "kv_lora", "nope", "rope", "v")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Which layers run where, in which shapes.
+
+    dims         one rank's shard of the layer
+    target       architecture string as its toolchain spells it, or "reference" (plain torch on any device)
+    kv_format    format of the paged cache: fp8, bf16; on reference also fp8_ds_mla
+    page_size    tokens of a cache page
+    max_context  tokens that a request may reach: a bound for planning, not a limit of the kernels
+    batches      rows (tokens) of a step, each 1 to 64
+    queries      tokens of a request in one step: 1 for plain decode, more for the verification of drafts
+    core         attention core, "auto" or one of the target's
+    dcp          ranks that share a context
+
+    The prepared shapes are all (rows, q) in which q divides rows. Raises ConfigError with every problem at once.
+    """
+
+    dims: MlaDims
+    target: str
+    kv_format: str = "fp8"
+    page_size: int = 64
+    max_context: int = 131072
+    batches: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
+    queries: tuple[int, ...] = (1,)
+    core: str = "auto"
+    dcp: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", str(self.target))
+        for field in ("batches", "queries"):
+            value = getattr(self, field)
+            if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+                object.__setattr__(self, field, tuple(value))
+        bad = [*self._bad_numbers(), *self._bad_target()]
+        if bad:
+            raise ConfigError.of("Deployment", bad)
+
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The prepared (rows, q), in the order of the queries and then of the batches."""
+        return tuple(dict.fromkeys((b, q) for q in self.queries for b in self.batches if b % q == 0))
+
+    def choice(self, rows: int, q: int) -> Choice:
+        """The core of a shape and why it is that one."""
+        if self.target == REFERENCE:
+            return Choice(REFERENCE, "plain torch, on any device")
+        return choose(self.target, rows, q, self.core, self.dcp)
+
+    def keys(self) -> "list[CompileKey]":
+        """Every key that the shapes need, each once, in the order of use. The same with and without a GPU."""
+        if self.target == REFERENCE:
+            return []
+        from k3dsl.nvidia.layer import shape_keys
+        from k3dsl.nvidia.toolchain import compile_key
+
+        kernels = [
+            key
+            for rows, q in self.shapes()
+            for key in shape_keys(
+                target=self.target,
+                heads=self.dims.heads,
+                kv_format=self.kv_format,
+                page=self.page_size,
+                core=self.choice(rows, q).core,
+                rows=rows,
+                q=q,
+            ).all()
+        ]
+        return [compile_key(key, self.target) for key in dict.fromkeys(kernels)]
+
+    def _bad_numbers(self) -> list[str]:
+        bad = []
+        if not isinstance(self.dims, MlaDims):
+            bad.append(f"dims={self.dims!r} must be an MlaDims")
+        for field, least, most in (("batches", 1, MAX_ROWS), ("queries", 1, MAX_QUERIES)):
+            values = getattr(self, field)
+            if not isinstance(values, tuple) or not values:
+                bad.append(f"{field}={values!r} must be a non-empty tuple of ints")
+            else:
+                wrong = [v for v in values if type(v) is not int or not least <= v <= most]
+                bad += [f"{field}: {v!r} must be an int from {least} to {most}" for v in wrong]
+        if not bad:
+            idle = [q for q in self.queries if all(b % q for b in self.batches)]
+            bad += [f"queries: {q} divides none of batches={self.batches}, so it has no shape" for q in idle]
+        if type(self.max_context) is not int or not 1 <= self.max_context <= MAX_CONTEXT:
+            bad.append(f"max_context={self.max_context!r} must be an int from 1 to {MAX_CONTEXT}")
+        if type(self.dcp) is not int or self.dcp != 1:
+            bad.append(f"dcp={self.dcp!r} must be 1: layers that share a context across ranks are not served yet")
+        return bad
+
+    def _bad_target(self) -> list[str]:
+        served = SERVED.get(self.target)
+        if served is None and self.target != REFERENCE:
+            return [f"target={self.target!r} must be one of {', '.join([*SERVED, REFERENCE])}"]
+        bad = []
+        formats = tuple(KV_BYTES) if served is None else served.kv_formats
+        if self.kv_format not in formats:
+            bad.append(f"kv_format={self.kv_format!r} must be one of {', '.join(formats)} on {self.target}")
+        if served is None:
+            if type(self.page_size) is not int or self.page_size < 1:
+                bad.append(f"page_size={self.page_size!r} must be a positive int")
+            if self.core not in ("auto", REFERENCE):
+                bad.append(f"core={self.core!r} must be auto or {REFERENCE} on {REFERENCE}")
+            return bad
+        if type(self.page_size) is not int or self.page_size not in served.pages:
+            bad.append(
+                f"page_size={self.page_size!r} must be one of {', '.join(map(str, served.pages))} on {self.target}"
+            )
+        if self.core not in ("auto", *served.cores):
+            bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
+        return bad + self._bad_dims()
+
+    def _bad_dims(self) -> list[str]:
+        if not isinstance(self.dims, MlaDims):
+            return []
+        model = MlaDims()
+        bad = [
+            f"dims.{name}={getattr(self.dims, name)!r} must be {getattr(model, name)} on {self.target}"
+            for name in _FIXED
+            if getattr(self.dims, name) != getattr(model, name)
+        ]
+        if self.dims.heads not in HEADS:
+            bad.append(f"dims.heads={self.dims.heads!r} must be one of {', '.join(map(str, HEADS))} on {self.target}")
+        return bad

@@ -1,0 +1,367 @@
+"""Host facts of the `hopper` attention core and of its merge: keys, shapes, work split, launches.
+
+The core attends q tokens of each request to a paged latent cache and leaves float32 partials; the merge weighs them
+into the output. A query column is one (token, head): column c of a request is head c % heads of token c // heads, which
+sees the keys below length - (q - 1) + token. The device code is kernels/hopper.py and kernels/merge.py; docs/hopper.md
+says who owns what.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from k3dsl.errors import ConfigError
+from k3dsl.nvidia.launch import Launch, Param
+
+ENTRY: Final = 576  # elements of a cache entry: all of them are the key, the first LATENT the value
+LATENT: Final = 512
+TILE: Final = 64  # keys of a tile, the M of a wgmma
+PAGES: Final = (32, 64, 128)
+KV: Final = ("fp8", "bf16")
+P_DTYPES: Final = {"fp8": ("f16", "e4m3", "e4m3x2"), "bf16": ("bf16",)}
+TARGETS: Final = ("sm_90a",)
+MAX_Q: Final = 8
+MAX_HEADS: Final = 128
+MAX_REQUESTS: Final = 64  # two lengths a lane
+#: Columns of a CTA. Its accumulator takes 2 registers a column and thread; at 48 the loop still fits the time in which
+#: a tile arrives from memory (docs/hopper.md).
+MAX_COLUMNS: Final = 48
+#: Up to here P of an FP8 cache is float16 by default. Above it the conversions of V to float16 cost more than
+#: the time that a tile takes to arrive, so V stays e4m3, and P is the sum of two e4m3 ("e4m3x2": 8 bits, twice the
+#: wgmmas of "e4m3" with its 4 bits).
+F16_COLUMNS: Final = 24
+WIDE_P: Final = "e4m3x2"
+#: CTAs a request's partials may come from, at most: the merge's weights are in shared memory.
+MAX_SPLITS: Final = 160
+#: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
+SINGLE_TILES: Final = 32
+CONSUMERS: Final = 2  # warpgroups
+THREADS: Final = 128 * (CONSUMERS + 1)
+SMEM: Final = 232448  # bytes of shared memory that a CTA may have on sm_90
+
+
+@dataclass(frozen=True)
+class HopperKey:
+    """What reaches codegen: heads, query tokens a request, page size, cache format ("fp8", "bf16"), type of P."""
+
+    heads: int
+    q: int
+    page: int = 64
+    kv: str = "fp8"
+    p: str = "f16"
+
+    name: ClassVar[str] = "mla_hopper"
+    device_module: ClassVar[str] = "k3dsl.nvidia.kernels.hopper"
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """The kernel's parameters. A map with _tail covers the 64 bytes that a row has beyond its 128-byte boxes."""
+        maps = ("kv", "kv_tail", "query", "query_tail") if self.kv == "fp8" else ("kv", "query")
+        return (
+            *(Param(name, "tmap") for name in maps),
+            Param("lengths", "ptr"),  # int32 [requests]; 0 or less: nothing to attend to
+            Param("table", "ptr"),  # int32 [requests, >= ceil(length / page)], row stride table_stride
+            Param("partial", "ptr"),  # float32, workspace(...).partial bytes, 16-byte aligned
+            Param("stats", "ptr"),  # float32, workspace(...).stats bytes, 16-byte aligned
+            Param("table_stride", "i32"),  # entries
+            Param("requests", "i32"),
+            Param("splits", "i32"),  # CTAs a column block has: grid y
+            Param("slots", "i32"),  # splits + requests
+            Param("scale_log2", "f32"),  # softmax scale x scales of query and key x log2(e), positive
+        )
+
+    @property
+    def columns(self) -> int:
+        """Query columns of a request."""
+        return self.heads * self.q
+
+    @property
+    def blocks(self) -> int:
+        """Column blocks: CTAs that share the keys of a request between them."""
+        return -(-self.columns // MAX_COLUMNS)
+
+    @property
+    def block(self) -> int:
+        """Columns of a block; the last one may have fewer."""
+        return -(-self.columns // self.blocks)
+
+    @property
+    def n(self) -> int:
+        """N of the wgmmas."""
+        return -(-self.block // 8) * 8
+
+    @property
+    def element(self) -> int:
+        """Bytes of a cache or query element."""
+        return 1 if self.kv == "fp8" else 2
+
+    @property
+    def pair(self) -> bool:
+        """Whether a step takes two tiles, one for each warpgroup's QK (FP8), or one that both do (BF16).
+
+        A BF16 tile is so large that only two fit: a step of two would leave none in flight. It also takes so long to
+        arrive that both warpgroups can afford its whole QK, and then need not wait for each other.
+        """
+        return self.kv == "fp8"
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Shared memory of a core CTA, byte offsets: stages of one tile, query buffers, P (two of two tiles), exchange."""
+
+    stages: int
+    queries: int
+    tile_bytes: int
+    query_bytes: int
+    p_bytes: int
+    query: int
+    p: int
+    peaks: int
+    sums: int
+    split: int
+    bytes: int
+    #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty; 8 bytes each.
+    total: int
+
+
+def smem(key: HopperKey) -> Smem:
+    """The layout with the most stages that fits, then the most query buffers (two at most)."""
+    tile_bytes = TILE * ENTRY * key.element
+    query_bytes = -(-key.n * ENTRY * key.element // 1024) * 1024  # boxes start at whole swizzle atoms
+    p_bytes = -(-key.n * TILE * (1 if key.p == "e4m3" else 2) // 1024) * 1024
+    exchange = 4 * CONSUMERS * key.n * 4
+    for stages in (5, 4, 3, 2):
+        for queries in (2, 1):
+            query = stages * tile_bytes
+            p = query + queries * query_bytes
+            peaks = p + 4 * p_bytes
+            sums = peaks + exchange
+            split = sums + exchange
+            size = split + 2 * MAX_REQUESTS * 4
+            total = size + 8 * 2 * (stages + queries)
+            if total <= SMEM:
+                return Smem(
+                    stages,
+                    queries,
+                    tile_bytes,
+                    query_bytes,
+                    p_bytes,
+                    query,
+                    p,
+                    peaks,
+                    sums,
+                    split,
+                    bytes=size,
+                    total=total,
+                )
+    raise ConfigError(f"{key}: no two stages fit {SMEM} bytes of shared memory")
+
+
+def choose(*, heads: int, q: int, page: int, kv: str, p: str | None = None) -> HopperKey:
+    """The key that serves this layer. `p` overrides the type of P: one of P_DTYPES[kv]."""
+    if p is None and kv == "fp8":
+        p = "f16" if HopperKey(heads, q, page, kv).n <= F16_COLUMNS else WIDE_P
+    return HopperKey(heads, q, page, kv, p or "bf16")
+
+
+def supports(key: HopperKey, target: str) -> list[str]:
+    """Reasons why `key` cannot be built for `target`; empty if it can."""
+    bad = []
+    if type(key.heads) is not int or not 1 <= key.heads <= MAX_HEADS:
+        bad.append(f"heads={key.heads!r} must be an int from 1 to {MAX_HEADS}")
+    if type(key.q) is not int or not 1 <= key.q <= MAX_Q:
+        bad.append(f"q={key.q!r} must be an int from 1 to {MAX_Q}")
+    if key.page not in PAGES:
+        bad.append(f"page={key.page!r} must be one of {', '.join(map(str, PAGES))}")
+    if key.kv not in KV:
+        bad.append(f"kv={key.kv!r} must be one of {', '.join(KV)}")
+    elif key.p not in P_DTYPES[key.kv]:
+        bad.append(f"p={key.p!r} must be one of {', '.join(P_DTYPES[key.kv])} for a cache of kv={key.kv!r}")
+    if target not in TARGETS:
+        bad.append(f"target={target!r} must be one of {', '.join(TARGETS)}")
+    return bad
+
+
+# ---- the work split
+
+
+def splits(key: HopperKey, sm_count: int) -> int:
+    """CTAs of a column block: one CTA an SM in all."""
+    if type(sm_count) is not int or sm_count < 1:
+        raise ConfigError(f"sm_count={sm_count!r} must be a positive int")
+    return min(MAX_SPLITS, max(1, sm_count // key.blocks))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the tiles of all requests, one after the other, fall to CTAs: CTA c has [c * share, (c + 1) * share).
+
+    first[r], last[r]: the CTAs that hold request r (first > last: it has no tile). The partial of request r by CTA c is
+    in slot c + r: along the staircase of (c, r) no slot comes twice.
+    """
+
+    share: int
+    tiles: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def runs(self, cta: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(request, first tile, tiles) of a CTA, in order. For tests: the device finds them by ballots."""
+        found, start = [], 0
+        low, high = cta * self.share, min((cta + 1) * self.share, self.tiles)
+        for r, length in enumerate(lengths):
+            end = start + tiles_of(length)
+            a, b = max(low, start), min(high, end)
+            if a < b:
+                found.append((r, a - start, b - a))
+            start = end
+        return found
+
+
+def tiles_of(length: int) -> int:
+    """Tiles of a request; none for a length of 0 or less."""
+    return -(-max(length, 0) // TILE)
+
+
+def cut(lengths: Sequence[int], splits: int) -> Cut:
+    """The split that the kernels compute from `lengths` [requests]: the specification of kernels/cut.py."""
+    tiles = [tiles_of(x) for x in lengths]
+    total = sum(tiles)
+    least = 2 if total > SINGLE_TILES * len(lengths) else 1
+    share = max(-(-total // splits), least)
+    first, last, start = [], [], 0
+    for t in tiles:
+        first.append(start // share)
+        last.append((start + t - 1) // share if t else first[-1] - 1)
+        start += t
+    return Cut(share, total, tuple(first), tuple(last))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes that a launch writes and its merge reads. Nothing needs to be cleared."""
+
+    slots: int
+    partial: int  # float32 [blocks][slots][block][512]
+    stats: int  # float32 [blocks * block][slots][2]: (m, l) with l = sum of 2^(score - m)
+
+
+def workspace(key: HopperKey, *, requests: int, sm_count: int) -> Workspace:
+    """The workspace of a launch over `requests` requests."""
+    slots = splits(key, sm_count) + requests
+    columns = key.blocks * key.block
+    return Workspace(slots, columns * slots * LATENT * 4, columns * slots * 8)
+
+
+def geometry(key: HopperKey, *, requests: int, sm_count: int) -> Launch:
+    """The core's launch: grid (column blocks, splits). CTAs that read the same tiles are neighbours, for the L2."""
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise ConfigError(f"requests={requests!r} must be from 1 to {MAX_REQUESTS}")
+    return Launch(grid=(key.blocks, splits(key, sm_count), 1), block=(THREADS, 1, 1), smem=smem(key).total, pdl=True)
+
+
+# ---- tensor maps
+
+
+def kv_maps(key: HopperKey, *, pages: int, page_stride: int, token_stride: int) -> dict[str, dict[str, Any]]:
+    """Arguments of `driver.TensorMap` (without the address) for a cache of `pages` pages; strides in bytes.
+
+    Page numbers outside [0, pages) read zeros.
+    """
+    rows = min(key.page, TILE)
+    dims, strides = (ENTRY, key.page, pages), (token_stride, page_stride)
+    return _maps(key, "kv", dims, strides, lambda width: (width, rows, 1))
+
+
+def query_maps(key: HopperKey, *, rows: int) -> dict[str, dict[str, Any]]:
+    """Arguments of `driver.TensorMap` for a contiguous query [rows, heads, 576], rows = requests * q."""
+    dims, strides = (ENTRY, rows * key.heads), (ENTRY * key.element,)
+    return _maps(key, "query", dims, strides, lambda width: (width, key.n))
+
+
+def _maps(key: HopperKey, name: str, dims: Any, strides: Any, box: Any) -> dict[str, dict[str, Any]]:
+    common = {"dims": dims, "strides_bytes": strides, "l2_promotion": 128}
+    if key.kv == "bf16":
+        return {name: {"dtype": "bf16", "box": box(64), "swizzle": 128, **common}}
+    return {
+        name: {"dtype": "e4m3", "box": box(128), "swizzle": 128, **common},
+        f"{name}_tail": {"dtype": "e4m3", "box": box(64), "swizzle": 64, **common},
+    }
+
+
+# ---- the merge
+
+
+@dataclass(frozen=True)
+class MergeKey:
+    """What reaches codegen: columns of a block, latents of a CTA, groups of warps that share the splits, and how many
+    partials a thread has in flight."""
+
+    block: int
+    slice: int = 512
+    groups: int = 1
+    batch: int = 8
+
+    name: ClassVar[str] = "mla_merge"
+    device_module: ClassVar[str] = "k3dsl.nvidia.kernels.merge"
+    params: ClassVar[tuple[Param, ...]] = (
+        Param("partial", "ptr"),
+        Param("stats", "ptr"),
+        Param("lengths", "ptr"),  # int32 [requests]
+        Param("out", "ptr"),  # bf16 [requests, columns, 512], contiguous, 4-byte aligned
+        Param("lse", "ptr"),  # float32 [requests, columns], base 2, without out_scale; 0: not wanted
+        Param("requests", "i32"),
+        Param("splits", "i32"),
+        Param("slots", "i32"),
+        Param("columns", "i32"),  # of a request
+        Param("out_scale", "f32"),
+    )
+
+    @property
+    def warps(self) -> int:
+        """Warps with data; one more works out the weights."""
+        return self.groups * self.slice // 128
+
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory: a weight a split, a slice of sums a group, the total."""
+        return 4 * MAX_SPLITS + 4 * self.groups * self.slice + 16
+
+
+def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
+    """The merge that serves `requests` requests of `key`.
+
+    Few (request, column) pairs need every CTA they can get: four latent slices of each, the splits shared by eight
+    warps (17 partials each in flight: 132 splits at once). With many, one CTA does a whole column; smaller ones lose to
+    their launch (12 us at 64 requests, docs/hopper.md).
+    """
+    work = requests * key.columns
+    if work <= 48:
+        return MergeKey(key.block, slice=128, groups=8, batch=17)
+    if work <= 128:
+        return MergeKey(key.block, slice=256, groups=4, batch=17)
+    return MergeKey(key.block, slice=512, groups=1, batch=8)
+
+
+def merge_supports(key: MergeKey, target: str) -> list[str]:
+    """Reasons why `key` cannot be built for `target`; empty if it can."""
+    bad = []
+    if type(key.block) is not int or not 1 <= key.block <= MAX_COLUMNS:
+        bad.append(f"block={key.block!r} must be an int from 1 to {MAX_COLUMNS}")
+    if key.slice not in (128, 256, 512):
+        bad.append(f"slice={key.slice!r} must be one of 128, 256, 512")
+    elif not 1 <= key.groups <= 31 or key.warps > 31:
+        bad.append(f"groups={key.groups!r} must be from 1 to {31 * 128 // key.slice}")
+    if not 1 <= key.batch <= 32:
+        bad.append(f"batch={key.batch!r} must be from 1 to 32")
+    if target not in TARGETS:
+        bad.append(f"target={target!r} must be one of {', '.join(TARGETS)}")
+    return bad
+
+
+def merge_geometry(merge: MergeKey, key: HopperKey, *, requests: int) -> Launch:
+    """The merge's launch: grid (columns, latent slices, requests)."""
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise ConfigError(f"requests={requests!r} must be from 1 to {MAX_REQUESTS}")
+    grid = (key.columns, LATENT // merge.slice, requests)
+    return Launch(grid=grid, block=(32 * merge.warps + 32, 1, 1), smem=merge.smem, pdl=True)

@@ -1,0 +1,303 @@
+"""What a consumer warpgroup of the `hopper` core does with a tile: S, mask, P, and the step of O. See hopper.py.
+
+Fragments. Lane (r, c) = (lane // 4, lane % 4) of warp w has in accumulator [4g + 2h + b] row 16w + r + 8h, column
+8g + 2c + b. FP8 V reaches the A operand by ldmatrix.trans of 16-bit units: register j of a lane has keys 8j + 2c (low
+half) and 8j + 2c + 1, latents 2r and 2r + 1. Accumulator rows r and r + 8 then are latents 2r and 2r + 1 of the warp's
+16. BF16 V is read by the wgmma itself, transposed.
+"""
+
+import cutlass
+from cutlass import Float32, cute
+
+from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, TILE, HopperKey, smem
+from k3dsl.nvidia.kernels import ptx
+
+#: P is 2^(score - m), and m need not be the maximum of the scores so far: it is raised only when an exponent passes
+#: P_LIMIT. That is rare after the first tiles, and saves finding and exchanging maxima in all other steps. P then stays
+#: below 256, in the range of every type (448 for e4m3). m is raised to where the largest P is 2^P_TOP: that of e4m3
+#: leaves both room above and, with a smallest value of 2^-9, 13 bits below.
+P_LIMIT = 8.0
+P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
+#: Bytes from one 128-byte wide box of a tile to the next.
+BOX = TILE * 128
+#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
+CHAINS = {8: 5, 16: 5, 24: 3, 32: 2}
+#: From here on it is one, in a loop: unrolled, ptxas puts the additions off and takes registers for all of them. The
+#: other warpgroup's wgmmas fill the gaps.
+BOX_BY_BOX = 40
+
+
+def fill(registers, value):
+    """`value` into every element of a register tensor."""
+    put(registers, [Float32(value)] * cute.size(registers))
+
+
+def put(registers, values):
+    """A list into a register tensor."""
+    put_at(registers, 0, values)
+
+
+def put_at(registers, at, values):
+    """The same from element `at` on."""
+    for x, value in enumerate(values):
+        registers[at + x] = value
+
+
+def lane_of(thread):
+    """(warp of its warpgroup, lane // 4, lane % 4)."""
+    return (thread >> 5) & 3, (thread >> 2) & 7, thread & 3
+
+
+class Tile:
+    """Facts of a build and the work on a tile. Methods without cute.jit have no run-time control flow of their own."""
+
+    def __init__(self, key: HopperKey) -> None:
+        self.key, self.smem = key, smem(key)
+        self.fp8 = key.kv == "fp8"
+        self.e4m3 = key.p in ("e4m3", "e4m3x2")
+        self.parts = 2 if key.p == "e4m3x2" else 1  # summands of P
+        self.width = 128 if self.fp8 else 64  # elements of a box row
+        self.boxes = ENTRY // self.width  # whole boxes; FP8 has a tail of 64 elements beside them
+        self.half = key.n // 2  # accumulator registers of a 64-row tile
+        self.cols = key.n // 4  # columns that a thread sees of each: 8g + 2c + b
+        self.latent_tiles = LATENT // TILE // CONSUMERS  # of a warpgroup
+
+    def scores(self, k_lo, q_lo):
+        """S^T of a tile, 64 keys x n columns, as `half` Float32."""
+        n, fp8 = self.key.n, self.fp8
+        boxes = [(b * BOX, b * n * 128, 4, ptx.SW128) for b in range(self.boxes)]
+        if fp8:
+            boxes.append((self.boxes * BOX, self.boxes * n * 128, 2, ptx.SW64))
+        chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
+        depth = CHAINS[n] if fp8 else 1
+        flying, result = [], None
+
+        def land(result):
+            d = ptx.settled(flying.pop(0))
+            return d if result is None else [x + y for x, y in zip(result, d, strict=True)]
+
+        for b, (k_at, q_at, steps, layout) in enumerate(boxes):
+            if b < chains:
+                if len(flying) == depth:
+                    cute.nvgpu.warpgroup.wait_group(depth - 1)
+                    result = land(result)
+                flying.append([Float32(0.0)] * self.half)
+                cute.nvgpu.warpgroup.fence()
+            for k in range(steps):
+                a, q = k_lo + (k_at + 32 * k) // 16, q_lo + (q_at + 32 * k) // 16
+                follows = k > 0 or b >= chains
+                flying[-1] = ptx.wgmma_ss("e4m3" if fp8 else "bf16", flying[-1], a, layout, q, layout, follows)
+            if b >= chains - 1 or fp8:
+                cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.wait_group(0)
+        while flying:
+            result = land(result)
+        return result
+
+    @cute.jit
+    def scores_by_box(self, s, k_lo, q_lo):
+        """The same for FP8 into `s`, with one chain at a time."""
+        n = self.key.n
+        fill(s, 0.0)
+        for b in cutlass.range(self.boxes, unroll=1):
+            self.add_box(s, k_lo + b * (BOX // 16), q_lo + b * (n * 128 // 16), 4, ptx.SW128)
+        self.add_box(s, k_lo + self.boxes * BOX // 16, q_lo + self.boxes * n * 128 // 16, 2, ptx.SW64)
+
+    def add_box(self, s, k_lo, q_lo, steps, layout):
+        d = [Float32(0.0)] * self.half
+        cute.nvgpu.warpgroup.fence()
+        for k in range(steps):
+            d = ptx.wgmma_ss("e4m3", d, k_lo + 2 * k, layout, q_lo + 2 * k, layout, k > 0)
+        cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.wait_group(0)
+        put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
+
+    @cute.jit
+    def mask(self, s, valid):
+        """-inf for the keys that a column does not see: those past the length and, per token, the causal ones."""
+        key = self.key
+        w, r, c = lane_of(ptx.thread_x())
+        for g in cutlass.range_constexpr(key.n // 8):
+            for b in cutlass.range_constexpr(2):
+                limit = valid
+                if cutlass.const_expr(key.q > 1):
+                    column = 8 * g + 2 * c + b
+                    if cutlass.const_expr(key.blocks > 1):
+                        column = column + ptx.block_x() * key.block
+                    limit = valid - (key.q - 1) + column // key.heads
+                for h in cutlass.range_constexpr(2):
+                    x = 4 * g + 2 * h + b
+                    s[x] = ptx.keep_below(s[x], w * 16 + r + 8 * h, limit)
+
+    def clear_values(self, tile, group, tid, valid):
+        """Zeros into the rows of V past the length: P is 0 there, but 0 times the NaN that may lie there is NaN.
+
+        In a pair the warpgroup of the tile clears all latents, else each warpgroup those that it reads.
+        """
+        if self.key.pair:
+            at, boxes = tile, LATENT // self.width // 2
+        else:
+            at, boxes = tile + group * (LATENT // CONSUMERS // self.width * BOX), LATENT // CONSUMERS // self.width // 2
+        self.clear_rows(at, tid, valid, boxes)
+
+    @cute.jit
+    def clear_rows(self, at, tid, valid, boxes: cutlass.Constexpr):
+        row = (tid & 127) >> 1
+        if row >= valid:
+            mine = at + (tid & 1) * (boxes * BOX) + row * 128
+            for x in cutlass.range_constexpr(boxes * 8):
+                ptx.sts_zero16(mine, offset=x // 8 * BOX + x % 8 * 16)
+
+    @cute.jit
+    def share_peaks(self, s, lane, to):
+        """The largest score of each column among this warp's 16 keys to shared memory."""
+        groups = self.key.n // 8
+        peak = [ptx.fmax(s[4 * g + b], s[4 * g + 2 + b]) for g in range(groups) for b in range(2)]
+        for distance in (4, 8, 16):
+            peak = [ptx.fmax(x, cute.arch.shuffle_sync_bfly(x, distance)) for x in peak]
+        if lane < 4:
+            for g in cutlass.range_constexpr(groups):
+                ptx.sts_v2f(to, peak[2 * g], peak[2 * g + 1], offset=32 * g)
+
+    @cute.jit
+    def raise_to_peaks(self, new, m, peaks, scale_log2):
+        """new = per column of this thread: m, raised to where the warps' largest score gives a P of 2^P_TOP.
+
+        A loop, though a short one: unrolled, all its loads are in flight at once and take registers that are not there.
+        """
+        put(new, [m[x] for x in range(self.cols)])
+        for warp in cutlass.range(8 if self.key.pair else 4, unroll=1):
+            self.raise_by(new, peaks + warp * (self.key.n * 4), scale_log2)
+
+    def raise_by(self, new, peaks, scale_log2):
+        for g in range(self.key.n // 8):
+            for b, peak in enumerate(ptx.lds_v2f(peaks, offset=32 * g)):
+                x = 2 * g + b
+                new[x] = ptx.fmax(new[x], ptx.fma(peak, scale_log2, Float32(-P_TOP[self.key.p])))
+
+    def rescale(self, acc, total, factor):
+        """acc and total times a factor a column."""
+        put(total, [total[x] * factor[x] for x in range(self.cols)])
+        columns = [(x % self.half >> 2) * 2 + (x & 1) for x in range(self.latent_tiles * self.half)]
+        put(acc, [acc[x] * factor[column] for x, column in enumerate(columns)])
+
+    def p_store_addresses(self, p, w, lane):
+        """Where this lane writes P of a tile at p. Its rows are columns; a row has 64 keys in swizzled 16-byte chunks.
+
+        16-bit P: natural key order, by stmatrix: lane 16x + 8h + i gives the address of column 8x + i, keys 16w + 8h.
+        e4m3: the keys r and r + 8 of a warp's 16 are neighbours, so that the lane that holds both stores one 16-bit
+        pair; the A operand is put together in the same order. Columns 8g + 2c + b: one address for each b.
+        """
+        if self.e4m3:
+            c, r = lane & 3, lane >> 2
+            return [p + (2 * c + b) * 64 + ((w ^ c) << 4) + r * 2 for b in range(2)]
+        i, h, x = lane & 7, (lane >> 3) & 1, lane >> 4
+        return [p + (8 * x + i) * 128 + (((2 * w + h) ^ i) << 4)]
+
+    def store_p(self, s, m, at, scale_log2):
+        """P = 2^(s scale - m) of this thread's keys and columns to shared memory.
+
+        Gives their sum a column, and the largest exponent: above P_LIMIT, P is to be done again with a larger m.
+        """
+        kind, groups = self.key.p, self.key.n // 8
+        regs, sums, worst = [], [], None
+        for g in range(groups):
+            pairs = []  # per column: of keys r and r + 8
+            for b in range(2):
+                x0, x1 = (ptx.fma(s[4 * g + 2 * h + b], scale_log2, -m[2 * g + b]) for h in range(2))
+                p0, p1 = ptx.ex2(x0), ptx.ex2(x1)
+                peak = ptx.fmax(x0, x1)
+                worst = peak if worst is None else ptx.fmax(worst, peak)
+                sums.append(p0 + p1)
+                pairs.append((p0, p1))
+            if self.e4m3:
+                for b, pair in enumerate(pairs):
+                    if kind == "e4m3x2":
+                        rest = [x - ptx.e4m3_near(x) for x in pair]
+                        pair = [ptx.e4m3_near(x) for x in pair]
+                        ptx.sts_b16(at[b], ptx.cvt_e4m3x2(rest[1], rest[0]), offset=g * 512 + self.key.n * 64)
+                    ptx.sts_b16(at[b], ptx.cvt_e4m3x2(pair[1], pair[0]), offset=g * 512)
+            else:
+                convert = ptx.cvt_f16x2 if kind == "f16" else ptx.cvt_bf16x2
+                regs.append([convert(pairs[1][h], pairs[0][h]) for h in range(2)])
+        for g in range(0, len(regs), 2):
+            ptx.stsm_t(at[0], [x for two in regs[g : g + 2] for x in two], offset=g * 1024)
+        return sums, worst
+
+    def fragments(self, va, t, k32):
+        """(A, byte offset of its P) of each wgmma on 32 keys of latent tile t; va: this lane's row in ldmatrix."""
+        v = ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))  # 2 tiles lie in a box
+        if self.e4m3:
+            a = [ptx.prmt(v[j], v[j + 1], order) for j in (0, 2) for order in (0x6240, 0x7351)]
+            return [(a, k32 * 32 + part * self.key.n * 64) for part in range(self.parts)]
+        a = [list(ptx.cvt_e4m3x4_f16(ptx.prmt(x, x, 0x3120))) for x in v]
+        return [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
+
+    def values_fp8(self, acc, va, p_lo, never):
+        """acc += V^T P^T over a tile. Leaves a group in flight for f16, none for e4m3. never: an Int32 of 0."""
+        if self.e4m3:
+            self.values_e4m3(acc, va, p_lo, never)
+        else:
+            self.values_f16(acc, va, p_lo)
+
+    def values_f16(self, acc, va, p_lo):
+        """A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them."""
+        half = self.half
+        for t in range(self.latent_tiles):
+            d = [acc[half * t + x] for x in range(half)]
+            for k32 in range(2):
+                fragments = self.fragments(va, t, k32)
+                if t or k32:
+                    cute.nvgpu.warpgroup.wait_group(1)
+                cute.nvgpu.warpgroup.fence()
+                for a, p_at in fragments:
+                    d = ptx.wgmma_rs("f16", d, a, p_lo + p_at // 16, ptx.SW128)
+                cute.nvgpu.warpgroup.commit_group()
+            put_at(acc, half * t, d)
+
+    def values_e4m3(self, acc, va, p_lo, never):
+        """An e4m3 wgmma adds with 14 bits: each tile has a chain of its own, added to acc in float32. A chain over all
+        tiles would lose what comes late.
+
+        Up to N 32 a chain is added while the next one runs. Beyond, there are no registers for two; so that ptxas does
+        not take some all the same, the next chain begins in the registers of the one before, not adding to them by a
+        condition that it cannot see through.
+        """
+        alone = self.key.n >= BOX_BY_BOX
+        last = None
+        for t in range(self.latent_tiles):
+            d, adds = [Float32(0.0)] * self.half, False
+            for k32 in range(2):
+                fragments = self.fragments(va, t, k32)
+                if last is not None and k32 == (0 if alone else 1):
+                    cute.nvgpu.warpgroup.wait_group(0 if alone else 1)
+                    last = ptx.settled(last)
+                    self.add_to(acc, t - 1, last)
+                    if alone:
+                        d, adds = last, never
+                elif t or k32:
+                    cute.nvgpu.warpgroup.wait_group(1)
+                cute.nvgpu.warpgroup.fence()
+                for a, p_at in fragments:
+                    d = ptx.wgmma_rs("e4m3", d, a, p_lo + p_at // 16, ptx.SW64, adds)
+                    adds = True
+                cute.nvgpu.warpgroup.commit_group()
+            last = d
+        cute.nvgpu.warpgroup.wait_group(0)
+        self.add_to(acc, self.latent_tiles - 1, ptx.settled(last))
+
+    def add_to(self, acc, t, d):
+        at = self.half * t
+        put_at(acc, at, [acc[at + x] + y for x, y in enumerate(d)])
+
+    def values_bf16(self, acc, v_lo, p_lo):
+        """acc += V^T P^T over a tile, V^T read transposed from shared memory. Leaves everything in flight."""
+        half = self.half
+        cute.nvgpu.warpgroup.fence()
+        for t in range(self.latent_tiles):
+            d = [acc[half * t + x] for x in range(half)]
+            for k16 in range(4):
+                v, p = v_lo + (t * BOX + k16 * 16 * 128) // 16, p_lo + k16 * 32 // 16
+                d = ptx.wgmma_ss("bf16", d, v, ptx.SW128, p, ptx.SW128, True, a_mn_major=True)
+            put_at(acc, half * t, d)
+        cute.nvgpu.warpgroup.commit_group()

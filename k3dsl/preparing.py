@@ -1,0 +1,217 @@
+"""From a deployment to built kernels (`warmup`) and to a layer that runs (`prepare`). Knows the vendors, late."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from k3dsl.capture import guard
+from k3dsl.deployment import REFERENCE, Deployment
+from k3dsl.errors import CompileError, ConfigError, K3Error, ToolchainError
+
+if TYPE_CHECKING:
+    import torch
+
+    from k3dsl.cache import Build, Built, CompileCache, CompileKey
+    from k3dsl.nvidia.prepared import PreparedMla
+    from k3dsl.prepared_reference import PreparedReference
+
+_NVIDIA: Final = ("sm_90a", "sm_100a", "sm_103a")
+
+
+class Target(str):
+    """An architecture string; equal to the plain string."""
+
+    __slots__ = ()
+
+    @property
+    def vendor(self) -> str:
+        """nvidia, or reference."""
+        return "nvidia" if self in _NVIDIA else REFERENCE
+
+
+def detect_target(device: "torch.device | str | int | None" = None) -> Target | None:
+    """The target of `device` (by default of device 0); None without a GPU or with one that there are no kernels for."""
+    from k3dsl.nvidia.device import device as facts
+
+    try:
+        target = facts(device_index(device)).target
+    except (ToolchainError, ConfigError):
+        return None
+    except K3Error:  # a driver without a device says so at its initialization
+        return None
+    return None if target is None else Target(target)
+
+
+def device_index(device: "torch.device | str | int | None") -> int:
+    """The index that a CUDA device is counted by. Raises ConfigError for another kind of device."""
+    if device is None:
+        return 0
+    if isinstance(device, int):
+        return device
+    kind, _, index = str(device).partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ConfigError(f"device={str(device)!r} must be cuda or cuda:N")
+    return int(index or 0)
+
+
+def prepare(
+    plan: Deployment,
+    attention: Any,
+    *,
+    cache: "CompileCache | None" = None,
+    device: "torch.device | str | int | None" = None,
+) -> "PreparedMla | PreparedReference":
+    """The prepared object of `plan.target` for one layer: it has `prepare_cache`, `run` and `shapes`.
+
+    attention: weights as in k3dsl.MlaWeights, on `device`. cache: where kernels come from; by default the user's.
+    Layers on one device share executables and scratch memory, so their runs must be ordered, as on one stream. Raises
+    ConfigError for weights that do not fit the plan or a device of another target, CaptureError inside a capture.
+    """
+    if plan.target == REFERENCE:
+        from k3dsl.prepared_reference import PreparedReference
+
+        return PreparedReference(plan, attention, device)
+    from k3dsl.nvidia.prepared import prepare_layer
+
+    return prepare_layer(plan, attention, cache=cache, device=device)
+
+
+def builder_for(key: "CompileKey") -> "Build | None":
+    """The function that builds `key`; None where this machine cannot: no compiler, or a target of nobody's."""
+    if key.target not in _NVIDIA:
+        return None
+    from k3dsl.nvidia.toolchain import build, installed
+
+    return build if installed() else None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a warm-up stands: keys done of all, the kernels at work, seconds so far."""
+
+    done: int
+    total: int
+    at_work: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a warm-up did. `keys` = `built` + `hit` + `failed`; `failures` has each failed key and why."""
+
+    keys: int
+    built: int
+    hit: int
+    failed: int
+    seconds: float
+    failures: "tuple[tuple[CompileKey, str], ...]" = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether every key is there and loads."""
+        return self.failed == 0
+
+
+def warmup(
+    plan: "Deployment | Iterable[Deployment]",
+    cache: "CompileCache",
+    *,
+    jobs: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Builds every key of the plan (or plans) that `cache` does not have, with `jobs` compilers. Needs no GPU.
+
+    Each key is read back and its object checked, so that "ready" means that it loads. A key that fails is reported and
+    the others go on. On Ctrl-C the compilers are ended and the cache is as if the unfinished keys had not been begun.
+    """
+    plans = [plan] if isinstance(plan, Deployment) else list(plan)
+    if type(jobs) is not int or jobs < 1:
+        raise ConfigError(f"jobs={jobs!r} must be a positive int")
+    guard("warmup()")
+    keys = list(dict.fromkeys(key for one in plans for key in one.keys()))  # noqa: SIM118 - a method, not a dict's
+    return _Warmup(cache, keys, progress).run(min(jobs, max(len(keys), 1)))
+
+
+class _Warmup:
+    """One warm-up: a thread for each compiler, which is a child process."""
+
+    def __init__(
+        self, cache: "CompileCache", keys: "list[CompileKey]", progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._cache = cache
+        self._keys = keys
+        self._progress = progress
+        self._began = time.monotonic()
+        self._at_work: dict[CompileKey, None] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, jobs: int) -> Report:
+        from k3dsl.nvidia.toolchain import Compilers
+
+        self._compilers = Compilers(jobs)
+        built, hit, failures = 0, 0, []
+        pool = ThreadPoolExecutor(jobs, thread_name_prefix="k3dsl-warmup")
+        try:
+            todo = {pool.submit(self._one, key): key for key in self._keys}
+            waiting: set[Future[bool]] = set(todo)
+            while waiting:
+                self._tell(len(todo) - len(waiting))
+                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    error = future.exception()
+                    if error is None:
+                        built, hit = built + future.result(), hit + (not future.result())
+                    elif isinstance(error, K3Error | OSError):
+                        failures.append((todo[future], str(error)))
+                    else:
+                        raise error
+            self._tell(len(todo))
+        finally:  # on Ctrl-C too: compilers are ended at once, so that no thread waits for them
+            self._stopped = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._compilers.close()
+            pool.shutdown(wait=True)
+        seconds = round(time.monotonic() - self._began, 3)
+        return Report(len(self._keys), built, hit, len(failures), seconds, tuple(failures))
+
+    def _tell(self, done: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                names = tuple(f"{key.kernel} {key.short}" for key in self._at_work)
+            self._progress(Progress(done, len(self._keys), names, time.monotonic() - self._began))
+
+    def _one(self, key: "CompileKey") -> bool:
+        """Whether `key` had to be built. Its entry is stored afterwards, and its object is one that loads."""
+        with self._lock:
+            self._at_work[key] = None
+        try:
+            entry = self._cache.get_or_build(key, self._build)
+            check_object(key, entry.payload)
+            if entry.source == "built" and entry.path is None and self._cache.degraded:
+                why = "; ".join(self._cache.degraded.values())
+                raise ToolchainError(f"{key.kernel} {key.short} was built but could not be stored: {why}")
+            return entry.source == "built"
+        finally:
+            with self._lock:
+                del self._at_work[key]
+
+    def _build(self, key: "CompileKey") -> "Built":
+        if self._stopped:
+            raise ToolchainError("the warm-up was stopped")
+        return self._compilers.build(key)
+
+
+def check_object(key: "CompileKey", payload: bytes) -> None:
+    """Raises CompileError or ConfigError unless `payload` is an object of `key`'s target with its parameters."""
+    from k3dsl.nvidia.cubin import parse
+    from k3dsl.nvidia.driver import check_params
+    from k3dsl.nvidia.toolchain import kernel_key
+
+    found = parse(payload)
+    if found.arch != key.target:
+        raise CompileError(f"the object of {key.kernel} {key.short} is for {found.arch!r}, not {key.target!r}")
+    check_params(found, kernel_key(key.kernel, key.params).params)

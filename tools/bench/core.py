@@ -1,0 +1,237 @@
+"""The hopper attention core with its merge: us by batch and context, beside the goals and the best published kernels.
+
+    k3dsl bench --what core [--quick] [--save FILE]
+    python tools/bench/core.py --build            builds the kernels into the user's cache; needs no GPU
+
+Calls of one graph read disjoint windows of a random permutation of the pages of a pool of several GB, so nothing of a
+call is in L2 when it begins; core and merge follow each other by programmatic launches; us is the median of replays
+over the calls. GB/s are the bytes of the cache over that time. Data are random; what the kernels compute with it is
+tested elsewhere.
+"""
+
+import sys
+from typing import Any, Final, NamedTuple
+
+PAGE: Final = 64
+LOG2E: Final = 1.4426950408889634
+#: Pages of the pool: 2.4 GB of FP8, 4.8 GB of BF16.
+POOL: Final = 65536
+#: One request of 128k among short ones.
+MIXED: Final = (131072, *(1024 + 48 * i for i in range(63)))
+
+
+class Shape(NamedTuple):
+    """A row of the table. goal and peer in us; peer: the fastest public kernel for that cache format, as measured once
+    on an H200 by the same method (docs/hopper.md)."""
+
+    kv: str
+    heads: int
+    q: int
+    lengths: tuple[int, ...]
+    goal: float | None = None
+    peer: float | None = None
+
+
+def _row(
+    kv: str, heads: int, q: int, b: int, context: int, goal: float | None = None, peer: float | None = None
+) -> Shape:
+    return Shape(kv, heads, q, (context,) * b, goal, peer)
+
+
+SHAPES: Final = (
+    _row("fp8", 12, 1, 1, 1024, 4.8, 9.9), _row("fp8", 12, 1, 1, 8192, 5.5, 15.0),
+    _row("fp8", 12, 1, 4, 8192, 10.3, 18.6), _row("fp8", 12, 1, 16, 8192, 25.0, 38.2),
+    _row("fp8", 12, 1, 64, 8192, 76.0, 112.8), _row("fp8", 12, 1, 16, 131072, 277.0, 393.3),
+    _row("fp8", 12, 1, 64, 32768, 277.0, 405.2), _row("fp8", 12, 1, 1, 131072, 25.0, 43.3),
+    _row("fp8", 12, 1, 16, 1024, None, 13.9), _row("fp8", 12, 1, 64, 1024, None, 27.7),
+    _row("fp8", 12, 4, 1, 1024, 6.0, 11.3), _row("fp8", 12, 4, 1, 8192, 7.5, 17.1),
+    _row("fp8", 12, 4, 4, 8192, 12.0, 21.1), _row("fp8", 12, 4, 16, 8192, 28.0, 42.0),
+    _row("fp8", 12, 4, 64, 8192, 82.0, 118.4), _row("fp8", 12, 4, 16, 131072, 295.0, 397.7),
+    _row("fp8", 12, 4, 1, 131072, 28.0, 46.6),
+    _row("fp8", 96, 1, 64, 16384, 210.0, 423.7), _row("fp8", 96, 1, 16, 4096, 24.0, 40.4),
+    _row("bf16", 12, 1, 1, 8192, 10.0, 17.5), _row("bf16", 12, 1, 16, 8192, 44.0, 46.6),
+    _row("bf16", 12, 1, 64, 8192, 143.0, 146.8), _row("bf16", 12, 1, 64, 32768, 535.0, 546.4),
+    _row("bf16", 12, 4, 16, 8192, None, 50.3), _row("bf16", 12, 4, 64, 8192, None, 153.6),
+    Shape("fp8", 12, 1, MIXED),
+)  # fmt: skip
+QUICK: Final = tuple(s for s in SHAPES if len(set(s.lengths)) == 1 and sum(s.lengths) <= 131072)
+#: Types of P that are measured: the default, and the others where there is a choice to make.
+PS: Final = {1: (None, "e4m3"), 4: (None, "e4m3", "f16")}
+
+
+def variants(shape: Shape) -> tuple[str | None, ...]:
+    """Types of P to measure at this shape; None: the default."""
+    if shape.kv != "fp8":
+        return (None,)
+    return PS[4] if shape.q > 1 or shape.heads > 24 else PS[1]
+
+
+def keys() -> list[Any]:
+    """Every kernel that this bench launches."""
+    from k3dsl.nvidia.core import hopper
+
+    found = []
+    for shape in SHAPES:
+        for p in variants(shape):
+            core = hopper.choose(heads=shape.heads, q=shape.q, page=PAGE, kv=shape.kv, p=p)
+            found += [core, hopper.merge_key(core, requests=len(shape.lengths))]
+    return list(dict.fromkeys(found))
+
+
+class Bench:
+    """The pool of one format, and the functions of the kernels."""
+
+    def __init__(self, kv: str) -> None:
+        import torch
+
+        from k3dsl.cache import CompileCache
+
+        self.kv, self.element = kv, 1 if kv == "fp8" else 2
+        self.objects = CompileCache()
+        self.sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        raw = torch.empty(POOL, PAGE, 576 * self.element, dtype=torch.uint8, device="cuda")
+        raw.random_(0, 256, generator=generator)
+        raw &= 0xBF  # no NaN, and nothing above 2 in either format
+        self.pool = raw if kv == "fp8" else raw.view(torch.bfloat16)
+        self.pages = torch.randperm(POOL, generator=generator, device="cuda").int()
+
+    def function(self, key: Any) -> Any:
+        from k3dsl.nvidia.driver import Module, driver
+        from k3dsl.nvidia.toolchain import build, compile_key
+
+        entry = self.objects.get_or_build(compile_key(key, "sm_90a"), build)
+        return Module.load(driver(), entry.payload).function(0)
+
+    def measure(self, shape: Shape, p: str | None, repeats: int) -> dict[str, Any]:
+        import torch
+
+        from k3dsl.nvidia.core import hopper
+        from k3dsl.nvidia.driver import LaunchPlan, driver
+        from k3dsl.nvidia.tensor_map import TensorMap
+
+        from . import harness
+
+        requests, width = len(shape.lengths), -(-max(shape.lengths) // PAGE)
+        counts = [-(-length // PAGE) for length in shape.lengths]
+        key = hopper.choose(heads=shape.heads, q=shape.q, page=PAGE, kv=shape.kv, p=p)
+        merge = hopper.merge_key(key, requests=requests)
+        sizes = hopper.workspace(key, requests=requests, sm_count=self.sm_count)
+        lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cuda")
+        query = torch.randn(requests * shape.q, shape.heads, 576, device="cuda").bfloat16()
+        if shape.kv == "fp8":
+            query = query.to(torch.float8_e4m3fn)
+        partial = torch.empty(sizes.partial, dtype=torch.uint8, device="cuda")
+        stats = torch.empty(sizes.stats, dtype=torch.uint8, device="cuda")
+        out = torch.empty(requests * key.columns, 512, dtype=torch.bfloat16, device="cuda")
+        row = 576 * self.element
+        maps = {
+            name: TensorMap(driver(), address=self.pool.data_ptr(), **fact)
+            for name, fact in hopper.kv_maps(key, pages=POOL, page_stride=PAGE * row, token_stride=row).items()
+        }
+        maps |= {
+            name: TensorMap(driver(), address=query.data_ptr(), **fact)
+            for name, fact in hopper.query_maps(key, rows=requests * shape.q).items()
+        }
+        shared = {
+            "lengths": lengths.data_ptr(), "partial": partial.data_ptr(), "stats": stats.data_ptr(),
+            "requests": requests, "splits": hopper.splits(key, self.sm_count), "slots": sizes.slots,
+        }  # fmt: skip
+        total = sum(counts)
+        windows = max(1, min(POOL // total, harness.rotation(total * PAGE * row, 64)))
+        core_function, merge_function = self.function(key), self.function(merge)
+        pairs, tables = [], []
+        for w in range(windows):
+            table = torch.zeros(requests, width, dtype=torch.int32, device="cuda")
+            at = w * total
+            for r, count in enumerate(counts):
+                table[r, :count] = self.pages[at : at + count]
+                at += count
+            tables.append(table)
+            core_plan = LaunchPlan(
+                core_function, hopper.geometry(key, requests=requests, sm_count=self.sm_count), key.params,
+                table=table.data_ptr(), table_stride=width, scale_log2=192**-0.5 * LOG2E * 0.1, **maps, **shared,
+            )  # fmt: skip
+            merge_plan = LaunchPlan(
+                merge_function, hopper.merge_geometry(merge, key, requests=requests), merge.params,
+                out=out.data_ptr(), lse=0, columns=key.columns, out_scale=1.0, **shared,
+            )  # fmt: skip
+            pairs.append((core_plan, merge_plan))
+
+        def stream() -> int:
+            return torch.cuda.current_stream().cuda_stream
+
+        rounds = max(1, 32 // windows) if windows > 1 else 1
+        both = [lambda c=c, m=m: (c.launch(stream()), m.launch(stream())) for c, m in pairs]
+        alone = [lambda c=c: c.launch(stream()) for c, _ in pairs]
+        us = harness.graph_us(both, repeats, rounds)
+        core_us = harness.graph_us(alone, repeats, rounds)
+        read = sum(shape.lengths) * row
+        return {
+            "kv": shape.kv, "heads": shape.heads, "q": shape.q, "requests": requests,
+            "context": shape.lengths[0] if len(set(shape.lengths)) == 1 else "mixed", "p": key.p,
+            "us": us, "core_us": core_us, "gb_s": read / us / 1e3, "goal_us": shape.goal, "peer_us": shape.peer,
+            "calls": windows * rounds,
+        }  # fmt: skip
+
+
+def run(against: str | None = None, commit: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """All rows; see the module."""
+    import torch
+
+    from . import harness
+
+    harness.require_gpu()
+    rows = []
+    for kv in ("fp8", "bf16"):
+        bench = Bench(kv)
+        for shape in QUICK if quick else SHAPES:
+            if shape.kv == kv:
+                rows += [bench.measure(shape, p, 5 if quick else 9) for p in variants(shape)]
+        del bench
+        torch.cuda.empty_cache()
+    method = (
+        "graph of calls on disjoint windows of a random permutation of 65536 pages, median of replays over the calls"
+    )
+    return {"conditions": harness.conditions(commit, method), "rows": rows}
+
+
+def show(document: dict[str, Any], console: Any) -> None:
+    """A table for people."""
+    from k3dsl.cli.console import table
+
+    gpu = document["conditions"]["gpu"].get("name", "this device")
+    columns = ("heads", "q", "B x context", "P", "us", "core us", "GB/s", "goal us", "peer us", "of peer")
+    made = table(f"Attention core and merge on {gpu}, us", "cache", *columns, right=columns)
+    for row in document["rows"]:
+        peer, goal = row["peer_us"], row["goal_us"]
+        made.add_row(
+            row["kv"], str(row["heads"]), str(row["q"]), f"{row['requests']} x {row['context']}", row["p"],
+            f"{row['us']:.2f}", f"{row['core_us']:.2f}", f"{row['gb_s']:.0f}", "-" if goal is None else f"{goal:.1f}",
+            "-" if peer is None else f"{peer:.1f}", "-" if peer is None else f"{peer / row['us']:.2f}x",
+        )  # fmt: skip
+    console.print(made)
+
+
+def main() -> int:
+    """Without the CLI: builds."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", action="store_true", required=True, help="build the kernels into the user's cache")
+    parser.add_argument("--target", default="sm_90a")
+    options = parser.parse_args()
+
+    from k3dsl.cache import CompileCache
+    from k3dsl.nvidia import toolchain
+
+    cache = CompileCache()
+    with toolchain.Compiler() as compiler:
+        for key in keys():
+            cache.get_or_build(toolchain.compile_key(key, options.target), compiler.build)
+    print(f"{len(keys())} kernels ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
