@@ -1,0 +1,258 @@
+"""The command line, the disassembler, profiles and traces, and what the machine refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from assembly import assemble
+
+from tools.gfx950 import (
+    CodeObject,
+    CodeObjectError,
+    Emulator,
+    Memory,
+    UnsupportedInstructionError,
+    build,
+    table,
+    toolkit,
+)
+from tools.gfx950.__main__ import main
+from tools.gfx950.decode import decode
+from tools.gfx950.disassembly import listing, text_of
+
+ROOT = Path(__file__).parents[2]
+COPY = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_lshlrev_b32 v1, 2, v0
+    s_waitcnt lgkmcnt(0)
+    global_load_dword v2, v1, s[4:5]
+    s_waitcnt vmcnt(0)
+    ds_write_b32 v1, v2
+    s_waitcnt lgkmcnt(0)
+    ds_read_b32 v3, v1
+    s_waitcnt lgkmcnt(0)
+    global_store_dword v1, v3, s[6:7] sc1
+    s_endpgm"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "copy.hsaco").write_bytes(assemble(COPY, lds=256).data)
+    np.save(tmp_path / "x.npy", np.arange(64, dtype="<u4"))
+    args = [{"file": "x.npy"}, {"zeros": [64], "dtype": "uint32", "save": "y.npy", "uninitialised": True}]
+    (tmp_path / "args.json").write_text(json.dumps(args))
+    return tmp_path
+
+
+def arguments(command: str, files: Path, *more: str) -> list[str]:
+    return [
+        command,
+        str(files / "copy.hsaco"),
+        "--kernel",
+        "k",
+        "--grid",
+        "1",
+        "--block",
+        "64",
+        "--args",
+        str(files / "args.json"),
+        *more,
+    ]
+
+
+def test_run_saves_what_the_kernel_wrote(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("run", files, "--model", "weak", "--seed", "3")) == 0
+    assert list(np.load(files / "y.npy")) == list(range(64))
+    assert "11 wave instructions in 1 waves" in capsys.readouterr().out
+
+
+def test_the_module_runs_as_a_program(files: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gfx950", *arguments("run", files)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wave instructions" in done.stdout
+
+
+def test_profile_counts_bytes_by_space_and_scope(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("profile", files)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["global", "wave", "read", "256", "bytes"] in lines
+    assert ["global", "device", "write", "256", "bytes"] in lines
+    assert ["lds", "workgroup", "write", "256", "bytes"] in lines
+    assert ["scalar", "wave", "read", "16", "bytes"] in lines
+    assert ["4", "36.4", "%", "s_waitcnt"] in lines
+
+
+@pytest.mark.parametrize(("stride", "extra"), [(4, 0), (8, 1), (256, 63)])
+def test_bank_conflicts(stride: int, extra: int) -> None:
+    x = np.zeros(2, "<u4")
+    code = assemble(f"v_mul_u32_u24 v1, {stride}, v0\nds_write_b32 v1, v0\ns_endpgm", lds=32768)
+    done = Emulator(Memory(x), profile=True).launch(code, "k", 1, 64, [x, x])
+    # 64 banks of 4 bytes: words 0, 2, 4 ... meet in pairs; a pitch of 64 puts all lanes on one bank
+    assert done.profiles[0].bank_conflicts == extra
+
+
+def test_trace_shows_one_wave(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("trace", files)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "s_load_dwordx4 s[4:7], s[0:1]" in lines[0]
+    assert "v_lshlrev_b32 v1, 2, v0" in lines[1]
+    assert "exec ffffffffffffffff" in lines[1]
+    assert len(lines) == 12
+
+
+def test_disassembly(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disasm", str(files / "copy.hsaco")]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "k: 512 vector registers, 256 bytes of LDS",
+        "s_waitcnt vmcnt(0)",
+        "global_store_dword v1, v3, s[6:7] sc1",
+        "ds_read_b32 v3, v1",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v_mfma_f32_16x16x32_bf16 a[0:3], v[4:7], a[8:11], v[0:3]".replace("v[0:3]", "a[0:3]"),
+        "v_add_u32 v1, 0x12345, v2",
+        "s_mov_b64 exec, vcc",
+        "buffer_load_dwordx4 v[4:7], v1, s[8:11], s3 offen offset:16 sc0 nt",
+        "v_readlane_b32 s3, v1, s4",
+        "ds_write2_b64 v1, v[2:3], v[4:5] offset0:1 offset1:2",
+        "global_atomic_add_x2 v[2:3], v1, v[4:5], s[6:7] offset:-8 sc0",
+    ],
+)
+def test_disassembly_is_close_to_the_assemblers_syntax(text: str) -> None:
+    code = assemble(text + "\ns_endpgm")
+    first = next(decode(code.code(code.kernel())))
+    assert set(text.replace(",", "").split()) == set(text_of(first).replace(",", "").split())
+
+
+def test_an_unscaled_f8f6f4_mfma_does_not_swallow_its_neighbour() -> None:
+    code = assemble(
+        "v_add_f64 v[2:3], v[4:5], v[6:7]\nv_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3]\n"
+        "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3], v20, v21\ns_endpgm"
+    )
+    names = [i.name for i in decode(code.code(code.kernel()))]
+    assert names[:4] == ["V_ADD_F64", "V_MFMA_F32_16X16X128_F8F6F4", "V_MFMA_SCALE_F32_16X16X128_F8F6F4", "S_ENDPGM"]
+
+
+def test_an_unknown_instruction_stops_with_name_address_and_encoding() -> None:
+    x = np.zeros(2, "<u4")
+    with pytest.raises(UnsupportedInstructionError) as stop:
+        Emulator(Memory(x)).launch(assemble("s_nop 0\nv_lerp_u8 v1, v2, v3, v4\ns_endpgm"), "k", 1, 64, [x, x])
+    assert "0x4: v_lerp_u8 v1, v2, v3, v4 [0100cdd1" in str(stop.value)
+
+
+def refused(match: str, grid: int = 1, block: int = 64, dynamic_lds: int = 0, **how: int) -> None:
+    x = np.zeros(2, "<u4")
+    with pytest.raises(CodeObjectError, match=match):
+        Emulator(Memory(x)).launch(assemble("s_endpgm", **how), "k", grid, block, [x, x], dynamic_lds=dynamic_lds)
+
+
+def test_the_machine_has_limits() -> None:
+    refused("private segment of 64 bytes", private=64)
+    refused("163844 bytes of LDS, a compute unit has 163840", lds=163840, dynamic_lds=4)
+    refused("1088 threads a workgroup", block=1088)
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("hello")
+    assert main(["disasm", str(tmp_path / "text")]) == 1
+    assert "not an ELF file" in capsys.readouterr().err
+    wrong = bytearray(assemble("s_endpgm").data)
+    wrong[48] = 0x4C  # the machine flag of another target
+    with pytest.raises(CodeObjectError, match="another target"):
+        CodeObject(bytes(wrong))
+    with pytest.raises(CodeObjectError, match="kernel 'absent' is not in the code object; it has k"):
+        assemble("s_endpgm").kernel("absent")
+
+
+def test_arguments_are_checked() -> None:
+    x = np.zeros(2, "<u4")
+    with pytest.raises(ValueError, match="takes 2 arguments, 1 were given"):
+        Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", 1, 64, [x])
+    with pytest.raises(ValueError, match="positive sizes"):
+        Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", 0, 64, [x, x])
+
+
+def test_hidden_arguments_and_workgroup_ids() -> None:
+    out = np.zeros((2, 3, 2, 128), "<u4")
+    body = """s_load_dwordx2 s[4:5], s[0:1], 0x0
+        s_mul_i32 s8, s2, 512
+        v_lshlrev_b32 v1, 2, v0
+        s_waitcnt lgkmcnt(0)
+        v_add_u32 v1, s8, v1
+        v_mov_b32 v2, s2
+        global_store_dword v1, v2, s[4:5]
+        s_endpgm"""
+    Emulator(Memory(out)).launch(assemble(body), "k", 12, 128, [out, out])
+    assert (out.reshape(12, 128) == np.arange(12)[:, None]).all()
+
+
+def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def fake(command: list[str]) -> None:
+        calls.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(b"x")
+
+    monkeypatch.setattr(build, "run", fake)
+    first = build.build(tmp_path)
+    count = len(calls)
+    assert count == len(list(build.SOURCES.glob("*.cpp"))) + 1
+    assert build.build(tmp_path) == first
+    assert len(calls) == count
+    monkeypatch.setenv("CXX", "another-compiler")
+    assert build.build(tmp_path) != first
+
+
+def test_ziglang_serves_when_the_system_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ziglang")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.compiler()[1:] == ["-m", "ziglang", "c++"]
+    assert toolkit.linker()[1:] == ["-m", "ziglang", "ld.lld"]
+
+
+def test_the_table_in_the_page_is_current() -> None:
+    page = (ROOT / "docs" / "gfx950.md").read_text()
+    assert table.markdown() in page
+    runs = {name for group in table.supported().values() for name in group[0]}
+    assert {
+        "v_mfma_scale_f32_16x16x128_f8f6f4",
+        "ds_read_b64_tr_b16",
+        "global_load_lds_dwordx4",
+        "s_memrealtime",
+    } <= runs
+
+
+def test_every_operation_of_the_core_is_reachable_from_an_encoding() -> None:
+    from tinygrad.runtime.autogen.amd.cdna import enum as encodings
+
+    named = {
+        table.operation(m.name.removesuffix("_E32").removesuffix("_E64"))
+        for e in table.FORMATS.values()
+        for m in getattr(encodings, e)
+    }
+    unreachable = set(build.operations()) - named
+    assert not unreachable
+
+
+def test_listing_covers_every_byte() -> None:
+    code = assemble(COPY, lds=256)
+    program = Emulator.program(code, code.kernel())
+    assert sum(i.size for i in program.instructions) == code.kernel().size
+    assert len(list(listing(program))) == len(program.instructions)
