@@ -115,7 +115,7 @@ class Deployment:
     def _bad_target(self) -> list[str]:
         served = SERVED.get(self.target)
         if served is None and self.target != REFERENCE:
-            return [f"target={self.target!r} must be one of {', '.join([*SERVED, REFERENCE])}"]
+            return [f"target={self.target!r} must be one of {', '.join([*SERVED, REFERENCE])}", *self._bad_anywhere()]
         bad = []
         formats = tuple(KV_BYTES) if served is None else served.kv_formats
         if self.kv_format not in formats:
@@ -133,6 +133,21 @@ class Deployment:
         if self.core not in ("auto", *served.cores):
             bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
         return bad + self._bad_dims()
+
+    def _bad_anywhere(self) -> list[str]:
+        """What no target takes: where the target itself is wrong, nothing narrower can be said."""
+        targets = SERVED.values()
+        allowed = {
+            "kv_format": tuple(KV_BYTES),
+            "page_size": tuple(dict.fromkeys(p for t in targets for p in t.pages)),
+            "core": tuple(dict.fromkeys(["auto", REFERENCE, *(c for t in targets for c in t.cores)])),
+        }
+        return [
+            f"{name}={value!r} must be one of {', '.join(map(str, values))}"
+            for name, values in allowed.items()
+            for value in [getattr(self, name)]
+            if isinstance(value, bool) or value not in values
+        ]
 
     def _bad_dims(self) -> list[str]:
         if not isinstance(self.dims, MlaDims):

@@ -226,3 +226,35 @@ def test_text_with_brackets_is_printed_as_it_is(capsys):
     view.add_row("user", "[bold]u[/x]")
     out().print(view)
     assert "[bold]u[/x]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["layer", "host", "core", "epilogue"])
+def test_bench_without_a_gpu_is_the_environments_fault(capsys, monkeypatch, what):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, said, error = k3dsl(capsys, "bench", "--what", what)
+    assert (code, said) == (3, "")
+    assert "torch sees no GPU here" in error
+
+
+def test_a_row_of_a_table_is_a_line_where_there_is_no_terminal(capsys, monkeypatch, compilers):
+    monkeypatch.delenv("COLUMNS")
+    k3dsl(capsys, "warmup", *PLAN)
+    key = Deployment(MlaDims(), target="sm_90a", batches=(1,)).keys()[0]
+    _, said, _ = k3dsl(capsys, "plan", *PLAN)
+    [row] = [line for line in said.splitlines() if key.short in line]
+    assert all(word in row for word in (key.kernel, "sm_90a", "kv_format=fp8"))
+
+
+def test_an_interrupted_warmup_says_how_far_it_came(capsys, monkeypatch, compilers):
+    built = []
+
+    def build(self, key):
+        if built:
+            raise KeyboardInterrupt
+        built.append(key)
+        return fake_build(key)
+
+    monkeypatch.setattr(Compilers, "build", build)
+    code, said, error = k3dsl(capsys, "warmup", "--target", "sm_90a", "--batches", "1", "--jobs", "1")
+    assert (code, said) == (130, "")
+    assert "interrupted: 1 of 4 keys ready" in error

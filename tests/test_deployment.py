@@ -156,6 +156,13 @@ def test_every_problem_is_in_one_error():
         assert word in str(caught.value)
 
 
+def test_an_unknown_target_hides_nothing_else():
+    with pytest.raises(ConfigError) as caught:
+        Deployment(MlaDims(), target="sm_91", kv_format="fp7", page_size=65, batches=(0,), core="foo")
+    for word in ("'sm_91'", "'fp7' must be one of bf16, fp8, fp8_ds_mla", "65 must be one of 32, 64", "0", "'foo'"):
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("target", "rows", "q", "core", "dcp", "chosen"),
     [

@@ -158,9 +158,8 @@ def _contents(cache: "CompileCache") -> Finding:
         text += f" of {_size(cache.max_bytes)}"
     if stats["quarantined"]:
         text += f", {stats['quarantined']} quarantined (corrupt so far: {stats['corrupt']})"
-        return Finding(
-            "cache entries", "warn", text, "a disk that damages files? look in quarantine/, then k3dsl cache prune"
-        )
+        advice = "a disk that damages files? look in quarantine/; what lies there serves nobody and may be removed"
+        return Finding("cache entries", "warn", text, advice)
     return Finding("cache entries", "ok", text)
 
 

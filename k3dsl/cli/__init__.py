@@ -21,7 +21,6 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("warmup")(warmup.warmup)
 app.command("plan")(plan.plan)
-app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")
 app.command("bench")(bench.bench)

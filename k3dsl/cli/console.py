@@ -16,13 +16,17 @@ FINDING: Final = 1
 USAGE: Final = 2
 ENVIRONMENT: Final = 3
 
+#: Columns where there is no terminal: a row of a table stays a line, to be searched and copied.
+PIPE_WIDTH: Final = 500
+
 #: The option of every command.
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
 
 
 def out() -> Console:
     """For results. Text is printed as it is: paths, users and compilers write brackets that are no markup."""
-    return Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+    terminal = sys.stdout.isatty()
+    return Console(highlight=False, markup=False, soft_wrap=not terminal, width=None if terminal else PIPE_WIDTH)
 
 
 def err() -> Console:

@@ -37,7 +37,15 @@ def warmup(
     plans = given.deployments()
     from k3dsl.cache import CompileCache
 
-    report = run(plans, CompileCache(), jobs)
+    cache = CompileCache()
+    try:
+        report = run(plans, cache, jobs)
+    except KeyboardInterrupt:
+        wanted = {key for plan in plans for key in Deployment.keys(plan)}
+        there = sum(key in cache for key in wanted)
+        text = f"interrupted: {there} of {len(wanted)} keys ready; the same command goes on from here"
+        err().print(text, markup=False)
+        raise
     if json:
         counts = {name: getattr(report, name) for name in ("keys", "built", "hit", "failed", "seconds")}
         failures = [

@@ -211,10 +211,12 @@ def run(*, against: str | None = None, commit: str | None = None, quick: bool = 
     """The document: conditions, the empty kernel, a row a shape. `against`: torch, triton or both (None)."""
     import torch
 
-    from k3dsl.errors import ConfigError
+    from k3dsl.errors import ConfigError, ToolchainError
 
     if against not in (None, "torch", "triton"):
         raise ConfigError(f"against={against!r} must be torch or triton")
+    if not torch.cuda.is_available():
+        raise ToolchainError("nothing to measure: torch sees no GPU here")
     rivals = _rivals()
     kernel = rivals.triton_kernel() if against in (None, "triton") else None
     repeats = 5 if quick else 9
