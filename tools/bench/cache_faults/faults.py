@@ -63,7 +63,7 @@ class Outcome:
             self.word = "fails"
         else:
             self.facts = json.loads(out.strip().splitlines()[-1])
-            self.word = "wrong kernel" if not self.facts["good"] else "rebuilt" if self.facts["builds"] else "hit"
+            self.word = self.facts["bad"] if not self.facts["good"] else "rebuilt" if self.facts["builds"] else "hit"
 
 
 class Bench:
