@@ -9,6 +9,7 @@ imported: k3dsl's own are lists of public names, and a new public name must not 
 """
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
@@ -18,6 +19,11 @@ from typing import Final
 from k3dsl.cache.key import CompileKey
 from k3dsl.errors import ConfigError
 
+#: An import statement that begins a line, to the end of its parentheses or of the line.
+_STATEMENT: Final = re.compile(
+    rb"^[ \t]*((?:from[ \t]+[\w.]+[ \t]+)?import\b(?:[ \t]*\([^()]*\)|[^\n\\(;]*$))", re.MULTILINE
+)
+_WORD: Final = re.compile(rb"\bimport\b")
 #: The folder of the package whose modules count.
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 
@@ -61,15 +67,28 @@ def _facts(module: str, package: Path) -> tuple[str, tuple[str, ...]] | None:
     if path is None:
         return None
     content = path.read_bytes()
+    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    imports = dict.fromkeys(_imports(_import_nodes(content, path), inside, package))
+    return sha256(content).hexdigest(), tuple(imports)
+
+
+def _import_nodes(content: bytes, path: Path) -> Iterable[ast.AST]:
+    """The nodes that may import. Only the import statements are parsed, where it is sure that they can be told by line:
+
+    parsing 16 files takes 20 ms, which would be a sixth of what a process needs to load all kernels of a deployment.
+    """
+    calls = b"import_module" in content or b"__import__" in content
+    statements = list(_STATEMENT.finditer(content))
+    if not calls and len(statements) == len(_WORD.findall(content)):
+        try:
+            return ast.parse(b"\n".join(statement[1] for statement in statements)).body
+        except (SyntaxError, ValueError):
+            pass  # a line of prose that begins like one, perhaps
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is not Python: {error}") from None
-    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    # Imports are statements: no need to look into expressions, unless one may be a call that imports.
-    nodes = ast.walk(tree) if b"import_module" in content or b"__import__" in content else _statements(tree)
-    imports = dict.fromkeys(_imports(nodes, inside, package))
-    return sha256(content).hexdigest(), tuple(imports)
+    return ast.walk(tree)
 
 
 def _file(module: str, package: Path) -> Path | None:
@@ -81,18 +100,6 @@ def _file(module: str, package: Path) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Every statement, at any depth."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        yield node
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inner = getattr(node, name, ())
-            if type(inner) is list:  # the body of a lambda is an expression
-                todo.extend(inner)
 
 
 def _imports(nodes: Iterable[ast.AST], inside: str, package: Path) -> Iterator[str]:

@@ -119,7 +119,7 @@ def test_a_module_that_is_not_there(app: Path, module: str) -> None:
 
 
 def test_a_file_that_is_not_python_is_named(app: Path) -> None:
-    (app / "kernels" / "ptx.py").write_text("def (\n")
+    (app / "kernels" / "ptx.py").write_text("def (import\n")
     with pytest.raises(ConfigError, match=r"ptx\.py is not Python"):
         digest(app)
 
@@ -145,3 +145,45 @@ def test_our_own_kernels_without_importing_them() -> None:
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from app.kernels import (\n    ptx,  # the first\n    lazy as late,\n)\n",
+        "if True: from app.kernels import ptx, lazy\n",
+        "import os; from app.kernels import ptx, lazy\n",
+        "from app.kernels import \\\n    ptx, \\\n    lazy\n",
+        "from app.kernels import ptx\nx = 'import this'\nfrom app.kernels import lazy\n",
+        "def f():\n\tfrom app.kernels import ptx\n\tdef g():\n\t\tfrom .lazy import late\n",
+        "from . import ptx, lazy  # import both\n",
+        'Text = """\nimport the kernels from where they are\n"""\nfrom . import (ptx, lazy)\n',
+        "from .ptx import(add)\nfrom .lazy import*\n",
+        "class A:\r\n    from .ptx import add\r\n    import app.kernels.lazy as l\r\n",
+        "from app.kernels import ptx as a, lazy as b # (\n",
+        "match 1:\n    case 1:\n        from .ptx import add\n    case _: from .lazy import late\n",
+        "\ufefffrom .ptx import add\nfrom .lazy import late\n",
+    ],
+)
+def test_every_way_to_write_an_import_is_seen(app: Path, text: str) -> None:
+    """Lesson 13: whatever the layout, the closure is what the syntax tree says."""
+    import ast
+
+    (app / "kernels" / "value.py").write_text(text, newline="")
+    compile(text.encode(), "value.py", "exec")
+    assert {"app.kernels.ptx", "app.kernels.lazy"} <= closure(app, "app.kernels.value")
+    assert any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(ast.parse(text.encode())))
+
+
+def test_our_own_files_give_what_their_trees_give() -> None:
+    """The quick way and the syntax tree agree on every file of the package."""
+    import ast
+
+    from k3dsl.cache import sources
+
+    for path in sorted(sources._PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(sources._PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        inside = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        content = path.read_bytes()
+        quick = set(sources._imports(sources._import_nodes(content, path), inside, sources._PACKAGE))
+        assert quick == set(sources._imports(ast.walk(ast.parse(content)), inside, sources._PACKAGE)), path
