@@ -88,6 +88,7 @@ class Deployment:
                 core=self.choice(rows, q).core,
                 rows=rows,
                 q=q,
+                max_context=self.max_context,
             ).all()
         ]
         return [compile_key(key, self.target) for key in dict.fromkeys(kernels)]
