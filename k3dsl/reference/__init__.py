@@ -2,8 +2,9 @@
 
 Read it as the second specification, in this order: rounding (number formats), paged (cache formats), projection
 (MlaQuery), attend (the core), combine (merge and MlaValue), layer (all of it), context (context parallelism),
-epilogues. Sums are float32 with torch's order; the `64` functions do the same in float64 without rounding and tell how
-far off a float32 result may be. Requests are looped over, keys never.
+epilogues. The AMD half has modules of its own: mxfp4 (the four-bit format) and mla_pre (the step and its stages). Sums
+are float32 with torch's order; the `64` functions do the same in float64 without rounding and tell how far off a
+float32 result may be. Requests are looped over, keys never.
 
 float32 products must be float32: leave torch's TF32 switch for matmul off (its default) when this runs on a GPU.
 """
