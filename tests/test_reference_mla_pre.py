@@ -174,7 +174,6 @@ def test_the_order_of_sums_hardly_matters(weights: oracle.PreWeights) -> None:
     for name in ("x", "qa", "qc", "gate", "qn"):
         a, b = getattr(one, name).double(), getattr(two, name).double()
         assert float((a - b).norm() / b.norm()) < 1e-3, name
-        assert float((a != b).double().mean()) < 0.05, name
 
 
 def test_ranks_share_what_is_replicated() -> None:
