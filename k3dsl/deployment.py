@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import SERVED, Choice, choose
+from k3dsl.nvidia.epilogue import DTYPES, EpilogueKey, epilogue_keys
 
 if TYPE_CHECKING:
     from k3dsl.cache import CompileKey
@@ -36,6 +37,8 @@ class Deployment:
     queries      tokens of a request in one step: 1 for plain decode, more for the verification of drafts
     core         attention core, "auto" or one of the target's
     dcp          ranks that share a context
+    epilogues    16-bit dtypes of the engine's tensors (bf16, fp16) that the fused epilogues of this cache format are
+                 built for, rotating and not; () for an engine that calls none
 
     The prepared shapes are all (rows, q) in which q divides rows. Raises ConfigError with every problem at once.
     """
@@ -49,10 +52,11 @@ class Deployment:
     queries: tuple[int, ...] = (1,)
     core: str = "auto"
     dcp: int = 1
+    epilogues: tuple[str, ...] = ("bf16",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", str(self.target))
-        for field in ("batches", "queries"):
+        for field in ("batches", "queries", "epilogues"):
             value = getattr(self, field)
             if isinstance(value, Iterable) and not isinstance(value, str | bytes):
                 object.__setattr__(self, field, tuple(value))
@@ -71,13 +75,13 @@ class Deployment:
         return choose(self.target, rows, q, self.core, self.dcp)
 
     def keys(self) -> "list[CompileKey]":
-        """Every key that the shapes need, each once, in the order of use. The same with and without a GPU."""
+        """Every key that the shapes and the epilogues need, each once. The same with and without a GPU."""
         if self.target == REFERENCE:
             return []
         from k3dsl.nvidia.layer import shape_keys
         from k3dsl.nvidia.toolchain import compile_key
 
-        kernels = [
+        kernels: list[Any] = [
             key
             for rows, q in self.shapes()
             for key in shape_keys(
@@ -90,7 +94,14 @@ class Deployment:
                 q=q,
             ).all()
         ]
+        kernels += self.epilogue_keys()
         return [compile_key(key, self.target) for key in dict.fromkeys(kernels)]
+
+    def epilogue_keys(self) -> list[EpilogueKey]:
+        """The kernels of the fused epilogues, which `k3dsl.nvidia.prepare_epilogues` loads ahead of a capture."""
+        if self.target == REFERENCE:
+            return []
+        return epilogue_keys(self.dims.heads, kv_formats=(self.kv_format,), dtypes=self.epilogues, rope=(False, True))
 
     def _bad_numbers(self) -> list[str]:
         bad = []
@@ -108,6 +119,11 @@ class Deployment:
             bad += [f"queries: {q} divides none of batches={self.batches}, so it has no shape" for q in idle]
         if type(self.max_context) is not int or not 1 <= self.max_context <= MAX_CONTEXT:
             bad.append(f"max_context={self.max_context!r} must be an int from 1 to {MAX_CONTEXT}")
+        if not isinstance(self.epilogues, tuple):
+            bad.append(f"epilogues={self.epilogues!r} must be a tuple of {', '.join(DTYPES)}, or empty")
+        else:
+            wrong_dtypes = [d for d in self.epilogues if d not in DTYPES]
+            bad += [f"epilogues: {d!r} must be one of {', '.join(DTYPES)}" for d in wrong_dtypes]
         if type(self.dcp) is not int or self.dcp != 1:
             bad.append(f"dcp={self.dcp!r} must be 1: layers that share a context across ranks are not served yet")
         return bad

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from fake_cuda import fake_build
@@ -67,7 +68,7 @@ def test_warmup_then_warmup_then_plan(capsys, compilers):
 
 
 def test_plan_builds_nothing_and_lists_what_is_missing(capsys):
-    code, out, _ = k3dsl(capsys, "plan", "--target", "sm_90a", "--batches", "1")
+    code, out, _ = k3dsl(capsys, "plan", "--target", "sm_90a", "--batches", "1", "--epilogues", "none")
     assert code == 0
     assert "0 of 4 keys present" in out
     assert "the core of sm_90a" in out
@@ -84,7 +85,7 @@ def test_a_failed_key_is_a_finding(capsys, monkeypatch):
             return fake_build(key)
 
     monkeypatch.setattr(toolchain, "Compilers", Failing)
-    arguments = ("warmup", "--target", "sm_90a", "--batches", "8")
+    arguments = ("warmup", "--target", "sm_90a", "--batches", "8", "--epilogues", "none")
     code, out, err = k3dsl(capsys, *arguments, "--json")
     document = json.loads(out)
     assert code == 1
@@ -98,10 +99,17 @@ def test_a_failed_key_is_a_finding(capsys, monkeypatch):
 
 def test_plan_file_and_options_over_it(capsys, tmp_path, compilers):
     file = tmp_path / "plan.toml"
-    file.write_text('tp = 16\ntarget = ["sm_90a"]\nkv_format = "bf16"\nbatches = "1-2"\nqueries = [1, 2]\n')
+    file.write_text(
+        'tp = 16\nepilogues = ["fp16"]\ntarget = ["sm_90a"]\nkv_format = "bf16"\nbatches = "1-2"\nqueries = [1, 2]\n'
+    )
     [plan] = PlanArguments(plan=file).deployments()
     expected = Deployment(MlaDims.kimi_k3(16), target="sm_90a", kv_format="bf16", batches=(1, 2), queries=(1, 2))
+    expected = replace(expected, epilogues=("fp16",))
     assert plan == expected
+    [plan] = PlanArguments(plan=file, epilogues="bf16,fp16").deployments()
+    assert plan.epilogues == ("bf16", "fp16")
+    [plan] = PlanArguments(plan=file, epilogues="none").deployments()
+    assert plan.epilogues == ()
     [plan] = PlanArguments(plan=file, batches="4", kv_format="fp8", target="sm_100a").deployments()
     assert (plan.batches, plan.kv_format, plan.target) == ((4,), "fp8", "sm_100a")
     code, out, _ = k3dsl(capsys, "warmup", "--plan", str(file), "--json")
@@ -255,6 +263,8 @@ def test_an_interrupted_warmup_says_how_far_it_came(capsys, monkeypatch, compile
         return fake_build(key)
 
     monkeypatch.setattr(Compilers, "build", build)
-    code, said, error = k3dsl(capsys, "warmup", "--target", "sm_90a", "--batches", "1", "--jobs", "1")
+    code, said, error = k3dsl(
+        capsys, "warmup", "--target", "sm_90a", "--batches", "1", "--epilogues", "none", "--jobs", "1"
+    )
     assert (code, said) == (130, "")
     assert "interrupted: 1 of 4 keys ready" in error

@@ -10,11 +10,13 @@ import pytest
 
 from k3dsl import ConfigError, Deployment, MlaDims
 from k3dsl.nvidia.core import SERVED, choose, core_for
+from k3dsl.nvidia.epilogue import EpilogueKey
 from k3dsl.nvidia.layer import shape_keys
 from k3dsl.nvidia.toolchain import KERNELS, compile_key, kernel_key
 
 TP8, TP16 = MlaDims.kimi_k3(8), MlaDims.kimi_k3(16)
 BASE = Deployment(TP8, target="sm_90a", batches=(8,), queries=(1,))
+NO_EPILOGUES = replace(BASE, epilogues=())
 
 #: kernel -> field of its key -> (deployment, deployment) whose keys differ in that field. A field that is not here is
 #: one that nobody has thought of in Deployment.keys().
@@ -41,6 +43,14 @@ VARIED = {
         "groups": (replace(BASE, batches=(1,)), BASE),
         "batch": (BASE, replace(BASE, batches=(64,))),
     },
+    "mla_epilogue": {
+        "op": (BASE, NO_EPILOGUES),
+        "format": (BASE, replace(BASE, kv_format="bf16")),
+        "dtype": (BASE, replace(BASE, epilogues=("bf16", "fp16"))),
+        "heads": (BASE, replace(BASE, dims=TP16)),
+        "rope": (BASE, NO_EPILOGUES),
+        "pe_fp8": (BASE, replace(BASE, kv_format="bf16")),
+    },
 }
 
 
@@ -61,7 +71,7 @@ def test_every_field_of_every_kernel_key_is_enumerated():
 
 @pytest.mark.parametrize(("kernel", "field"), [(k, f) for k, names in VARIED.items() for f in names])
 def test_each_field_follows_from_the_deployment(kernel, field):
-    values = [{key.params[field] for key in made(plan)[kernel]} for plan in VARIED[kernel][field]]
+    values = [{key.params[field] for key in made(plan).get(kernel, [])} for plan in VARIED[kernel][field]]
     assert values[0] != values[1]
 
 
@@ -94,13 +104,23 @@ def test_keys_are_the_same_in_any_process():
 
 
 def test_blackwell_has_query_and_value_keys():
-    plan = Deployment(TP8, target="sm_100a", batches=(1, 16), queries=(1,))
+    plan = Deployment(TP8, target="sm_100a", batches=(1, 16), queries=(1,), epilogues=())
     assert {key.kernel for key in plan.keys()} == {"mla_query", "mla_value"}  # noqa: SIM118
+
+
+def test_epilogue_keys_are_those_of_the_cache_format():
+    plan = replace(BASE, epilogues=("bf16", "fp16"))
+    keys = plan.epilogue_keys()
+    assert [k for k in keys if k.op == "decode"] == [
+        EpilogueKey("decode", "fp8", dtype, 12, rope) for dtype in ("bf16", "fp16") for rope in (False, True)
+    ]
+    assert {compile_key(key, "sm_90a") for key in keys} < set(plan.keys())
+    assert NO_EPILOGUES.epilogue_keys() == []
 
 
 def test_reference_needs_no_kernel():
     plan = Deployment(MlaDims(heads=3), target="reference", kv_format="fp8_ds_mla", page_size=5)
-    assert plan.keys() == []
+    assert plan.keys() == plan.epilogue_keys() == []
     assert plan.choice(8, 1).core == "reference"
 
 
@@ -136,6 +156,8 @@ def test_it_is_frozen_and_compares_by_value():
         ({"queries": (3,)}, r"3 divides none of batches=\(8,\)"),
         ({"core": "trtllm"}, "core='trtllm' must be auto or one of hopper on sm_90a"),
         ({"core": "reference"}, "must be auto or one of hopper"),
+        ({"epilogues": ("bf16", "fp8")}, "epilogues: 'fp8' must be one of bf16, fp16"),
+        ({"epilogues": "bf16"}, "epilogues='bf16' must be a tuple of bf16, fp16, or empty"),
         ({"dcp": 8}, "dcp=8 must be 1"),
         ({"max_context": 0}, "max_context=0 must be an int from 1 to 1048576"),
         ({"dims": MlaDims(heads=7)}, "dims.heads=7 must be one of 6, 12"),

@@ -155,6 +155,7 @@ def why(
     max_context: args.MaxContext = None,
     core: args.Core = None,
     dcp: args.Dcp = None,
+    epilogues: args.Epilogues = None,
     json: Json = False,
 ) -> None:
     """Says for a key, or for every key of a deployment, whether it is there; if not, what the nearest entry has other.
@@ -163,7 +164,9 @@ def why(
 
     Example: k3dsl cache why --target sm_90a --batches 1-8 --queries 1,4
     """
-    given = args.PlanArguments(plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp)
+    given = args.PlanArguments(
+        plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp, epilogues
+    )
     cache = open_cache()
     if key is not None:
         if given != args.PlanArguments():

@@ -19,13 +19,16 @@ def plan(
     max_context: args.MaxContext = None,
     core: args.Core = None,
     dcp: args.Dcp = None,
+    epilogues: args.Epilogues = None,
     json: Json = False,
 ) -> None:
     """Shows the core of every prepared (rows, q), why it is that one, and every key. Builds nothing.
 
     Example: k3dsl plan --target sm_90a --batches 1-8 --queries 1,4 --json
     """
-    given = args.PlanArguments(plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp)
+    given = args.PlanArguments(
+        plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp, epilogues
+    )
     plans = given.deployments()
     shapes, keys = shape_rows(plans), key_rows(plans)
     if json:

@@ -29,9 +29,13 @@ PageSize = Annotated[int | None, typer.Option(help="Tokens of a cache page.", sh
 MaxContext = Annotated[int | None, typer.Option(help="Tokens that a request may reach.", show_default="131072")]
 Core = Annotated[str | None, typer.Option(help="Attention core.", show_default="auto")]
 Dcp = Annotated[int | None, typer.Option(help="Ranks that share a context.", show_default="1")]
+Epilogues = Annotated[
+    str | None,
+    typer.Option(help="Dtypes that the fused epilogues are built for: bf16, fp16, none.", show_default="bf16"),
+]
 
 _NAMES: Final = (
-    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp"
+    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "epilogues"
 )  # fmt: skip
 
 #: Numbers of a range, at most: far more than any step has rows.
@@ -70,6 +74,7 @@ class PlanArguments:
     max_context: int | None = None
     core: str | None = None
     dcp: int | None = None
+    epilogues: str | None = None
 
     def deployments(self) -> list[Deployment]:
         """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""
@@ -82,11 +87,20 @@ class PlanArguments:
         for name in ("batches", "queries"):
             if name in given:
                 given[name] = numbers(given[name], name)
+        if "epilogues" in given:
+            given["epilogues"] = _dtypes(given["epilogues"])
         targets = given.pop("target", None)
         if targets is None:
             targets = _present()
         names = targets if isinstance(targets, list) else [t.strip() for t in str(targets).split(",")]
         return [Deployment(dims, target=name, **given) for name in dict.fromkeys(names)]
+
+
+def _dtypes(text: "str | list[str]") -> tuple[str, ...]:
+    """("bf16", "fp16") of "bf16,fp16", () of "none"; the deployment checks the names."""
+    if isinstance(text, list):
+        return tuple(text)
+    return () if text == "none" else tuple(dict.fromkeys(piece.strip() for piece in str(text).split(",")))
 
 
 def _present() -> str:
