@@ -280,7 +280,7 @@ class Core(Tile):
                         put(s, self.scores(ptx.descriptor(tile), q_lo))
                     valid = keys - mine * TILE  # keys of the tile that are there, if below 64
                     if valid < TILE + key.q - 1:
-                        self.mask(s, valid)
+                        self.mask(s, valid, request)
                     if valid < TILE:
                         if cutlass.const_expr(not pair):  # the other warpgroup may still read the keys
                             cute.arch.barrier(barrier_id=3, number_of_threads=256)

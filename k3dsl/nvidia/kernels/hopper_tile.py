@@ -113,8 +113,11 @@ class Tile:
         put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
 
     @cute.jit
-    def mask(self, s, valid):
-        """-inf for the keys that a column does not see: those past the length and, per token, the causal ones."""
+    def mask(self, s, valid, request):
+        """-inf for the keys that a column does not see: those past the length and, per token, the causal ones.
+
+        `request` is for builds whose tokens' bounds do not follow from the length alone (kernels/hopper_dcp.py).
+        """
         key = self.key
         w, r, c = lane_of(ptx.thread_x())
         for g in cutlass.range_constexpr(key.n // 8):
