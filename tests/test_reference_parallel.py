@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from cases import bf16_steps, empty_cache, page_table, slots_of
-from dcp_cases import INTERLEAVES, MERGE_ERROR, DcpCase, dcp_inputs, edge_lengths, new_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3dsl import reference as ref
 from k3dsl.errors import ConfigError
 from k3dsl.scenario import relative_error
+from k3dsl.scenario_parallel import INTERLEAVES, MERGE_ERROR, ParallelCase, deal, edge_totals
 
 groups = st.tuples(st.sampled_from([2, 4, 8, 16]), st.sampled_from([1, 16, 64]))
 totals = st.lists(st.integers(0, 1500), min_size=1, max_size=4)
@@ -100,11 +100,11 @@ def test_a_dealt_cache_holds_every_entry_once(group, lengths, kv_format):
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("dcp", [2, 4, 8])
 def test_ranks_give_what_one_device_gives(dcp, interleave, q):
-    x = dcp_inputs(DcpCase(dcp, interleave, q, heads=1))
+    x = deal(ParallelCase(dcp, interleave, q, heads=1))
     expected = x.expected()
     whole = x.whole
-    outs = ref.parallel_layer(x.shards, x.totals, q, interleave)
-    held = torch.stack([s.lengths for s in x.shards])
+    outs = ref.parallel_layer(list(x.shards.values()), x.totals, q, interleave)
+    held = torch.stack([s.lengths for s in x.shards.values()])
     assert bool((held == 0)[:, whole.lengths > 0].any())  # some rank is without a key of a live request
     for rank, out in enumerate(outs):
         want = x.block(expected, rank)
@@ -116,15 +116,15 @@ def test_ranks_give_what_one_device_gives(dcp, interleave, q):
 
 def test_the_new_tokens_are_written_once_and_where_they_are_read():
     """Each rank writes its own of the step's tokens: their entries are those that one device writes."""
-    x = dcp_inputs(DcpCase(4, 16, 4, heads=1))
+    x = deal(ParallelCase(4, 16, 4, heads=1))
     twin = x.whole.cache.clone()
     ref.insert(x.whole.projected, x.attention, twin, x.whole.slots)
-    before = [s.cache.clone() for s in x.shards]
-    ref.parallel_layer(x.shards, x.totals, 4, 16)
-    written = torch.stack([s.slots >= 0 for s in x.shards]).sum(dim=0)
+    before = [s.cache.clone() for s in x.shards.values()]
+    ref.parallel_layer(list(x.shards.values()), x.totals, 4, 16)
+    written = torch.stack([s.slots >= 0 for s in x.shards.values()]).sum(dim=0)
     assert torch.equal(written, (x.whole.slots >= 0).to(written.dtype))
     flat = twin.flatten(0, 1)
-    for shard, old in zip(x.shards, before, strict=True):
+    for shard, old in zip(x.shards.values(), before, strict=True):
         mine = shard.slots >= 0
         assert torch.equal(shard.cache.flatten(0, 1)[shard.slots[mine]], flat[x.whole.slots[mine]])
         old.flatten(0, 1)[shard.slots[mine]] = shard.cache.flatten(0, 1)[shard.slots[mine]]
@@ -158,10 +158,10 @@ def test_mailboxes_are_by_rank_then_row_then_head():
 
 def test_no_sent_word_looks_as_if_it_had_not_arrived():
     """Not for NaN rows, empty shards or values that round to -0 either."""
-    x = dcp_inputs(DcpCase(4, 64, 4, heads=1))
-    whole = ref.gathered([ref.query(s.projected, s.attention) for s in x.shards])
+    x = deal(ParallelCase(4, 64, 4, heads=1))
+    whole = ref.gathered([ref.query(s.projected, s.attention) for s in x.shards.values()])
     assert not bool((whole.view(torch.uint8) == 0xFF).any())
-    for rank, shard in enumerate(x.shards):
+    for rank, shard in x.shards.items():
         ref.insert(shard.projected, shard.attention, shard.cache, shard.slots)
         partial, lse = ref.partial_of(whole, shard, rank, 4, x.totals, 4, 64)
         assert not bool((partial.view(torch.int32) == ref.ARMED_PARTIAL).any())
@@ -174,9 +174,9 @@ def test_no_sent_word_looks_as_if_it_had_not_arrived():
 
 def test_what_an_empty_rank_sends_has_no_weight():
     """A rank without keys changes no bit, wherever it stands among the sources."""
-    x = dcp_inputs(DcpCase(2, 64, 1, heads=1, totals=(40, 7)))
+    x = deal(ParallelCase(2, 64, 1, heads=1, totals=(40, 7)))
     assert x.shards[1].lengths.tolist() == [0, 0]
-    outs = ref.parallel_layer(x.shards, x.totals, 1, 64)
+    outs = ref.parallel_layer(list(x.shards.values()), x.totals, 1, 64)
     for rank, out in enumerate(outs):
         steps = bf16_steps(out, x.block(x.expected(), rank))
         # One source of weight 1: the merge is the identity, so only sums of another order remain.
@@ -185,26 +185,23 @@ def test_what_an_empty_rank_sends_has_no_weight():
 
 
 def test_short_metadata_is_padded():
-    x = dcp_inputs(DcpCase(2, 1, 2, heads=1, totals=(9, 70, 0)))
-    caches = [s.cache.clone() for s in x.shards]
-    full = ref.parallel_layer(x.shards, x.totals, 2, 1)
-    for shard, cache in zip(x.shards, caches, strict=True):
+    x = deal(ParallelCase(2, 1, 2, heads=1, totals=(9, 70, 0)))
+    caches = [s.cache.clone() for s in x.shards.values()]
+    full = ref.parallel_layer(list(x.shards.values()), x.totals, 2, 1)
+    for shard, cache in zip(x.shards.values(), caches, strict=True):
         shard.cache, shard.lengths, shard.block_table = cache, shard.lengths[:2], shard.block_table[:2]
-    short = ref.parallel_layer(x.shards, x.totals[:2], 2, 1)
+    short = ref.parallel_layer(list(x.shards.values()), x.totals[:2], 2, 1)
     assert all(torch.equal(ref.bits(a), ref.bits(b)) for a, b in zip(full, short, strict=True))
 
 
 def test_what_does_not_divide_is_refused():
-    x = dcp_inputs(DcpCase(2, 1, 1, heads=1, totals=(9, 70, 3)))
+    x = deal(ParallelCase(2, 1, 1, heads=1, totals=(9, 70, 3)))
     with pytest.raises(ConfigError, match="q=2 must divide the 3 rows"):
-        ref.parallel_layer(x.shards, x.totals, 2)
+        ref.parallel_layer(list(x.shards.values()), x.totals, 2)
     with pytest.raises(ConfigError, match="dcp=3 must divide the 2 heads"):
         ref.head_block(x.attention, 3, 0)
 
 
 def test_the_edges_are_what_the_cases_promise():
     for dcp in (2, 4, 8):
-        assert {0, 1, dcp - 1, dcp, 17, 4096 + 3} <= set(edge_lengths(dcp))
-    x = dcp_inputs(DcpCase(8, 1, 4, heads=1))
-    slots = torch.stack([new_slots(x.whole, s.block_table, x.case, r) for r, s in enumerate(x.shards)])
-    assert torch.equal(slots, torch.stack([s.slots for s in x.shards]))
+        assert {0, 1, dcp - 1, dcp, 17, 4096 + 3} <= set(edge_totals(dcp))
