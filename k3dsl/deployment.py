@@ -92,6 +92,7 @@ class Deployment:
                 core=self.choice(rows, q).core,
                 rows=rows,
                 q=q,
+                max_context=self.max_context,
             ).all()
         ]
         kernels += self.epilogue_keys()

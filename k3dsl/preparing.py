@@ -209,9 +209,16 @@ def check_object(key: "CompileKey", payload: bytes) -> None:
     """Raises CompileError or ConfigError unless `payload` is an object of `key`'s target with its parameters."""
     from k3dsl.nvidia.cubin import parse
     from k3dsl.nvidia.driver import check_params
-    from k3dsl.nvidia.toolchain import kernel_key
+    from k3dsl.nvidia.toolchain import is_host, kernel_key
 
+    if is_host(kernel := kernel_key(key.kernel, key.params)):
+        from k3dsl.nvidia.host_object import problems
+
+        bad = problems(payload, key.target)
+        if bad:
+            raise CompileError("\n  - ".join([f"the object of {key.kernel} {key.short} cannot be loaded:", *bad]))
+        return
     found = parse(payload)
     if found.arch != key.target:
         raise CompileError(f"the object of {key.kernel} {key.short} is for {found.arch!r}, not {key.target!r}")
-    check_params(found, kernel_key(key.kernel, key.params).params)
+    check_params(found, kernel.params)

@@ -458,7 +458,11 @@ def _sized(attribute: int, data: bytes) -> bytes:
 
 def fake_build(key: CompileKey) -> Built:
     """A build function: no compiler, no code, the right target and parameters."""
-    from k3dsl.nvidia.toolchain import PAYLOAD, kernel_key
+    from k3dsl.nvidia.toolchain import PAYLOAD, is_host, kernel_key
 
+    if is_host(kernel_key(key.kernel, key.params)):
+        from fake_host import host_object
+
+        return Built(payload=host_object(key.target), filename="kernel.so", resources={}, log="")
     cubin = make_cubin(kernel_key(key.kernel, key.params).params, symbol=f"fake_{key.kernel}", arch=key.target)
     return Built(payload=cubin, filename=PAYLOAD, resources=parse(cubin).resources(), log="")

@@ -103,8 +103,10 @@ def test_keys_are_the_same_in_any_process():
     assert len(seen) == 1
 
 
-def test_blackwell_has_query_and_value_keys():
+def test_blackwell_has_keys_for_all_but_trtllm():
     plan = Deployment(TP8, target="sm_100a", batches=(1, 16), queries=(1,), epilogues=())
+    assert {key.kernel for key in plan.keys()} == {"mla_query", "mla_tokenspeed", "mla_value"}  # noqa: SIM118
+    plan = replace(plan, batches=(16,))
     assert {key.kernel for key in plan.keys()} == {"mla_query", "mla_value"}  # noqa: SIM118
 
 

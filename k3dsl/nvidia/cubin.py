@@ -54,6 +54,18 @@ class Cubin:
 
 def parse(data: bytes) -> Cubin:
     """The facts of a cubin. Raises CompileError where it is none, or holds another number of kernels than one."""
+    kernels = parse_all(data)
+    if len(kernels) != 1:
+        names = ", ".join(kernel.symbol for kernel in kernels) or "none"
+        raise CompileError(
+            f"not a readable cubin ({len(data)} bytes): ValueError: it must hold one kernel, it holds "
+            f"{len(kernels)}: {names}"
+        )
+    return kernels[0]
+
+
+def parse_all(data: bytes) -> tuple[Cubin, ...]:
+    """The facts of every kernel of a cubin, in the order of their names. Raises CompileError where it is none."""
     from elftools.common.exceptions import ELFError  # 20 ms that a process which only makes keys does not spend
 
     try:
@@ -62,7 +74,7 @@ def parse(data: bytes) -> Cubin:
         raise CompileError(f"not a readable cubin ({len(data)} bytes): {type(error).__name__}: {error}") from error
 
 
-def _parse(data: bytes) -> Cubin:
+def _parse(data: bytes) -> tuple[Cubin, ...]:
     from elftools.elf.elffile import ELFFile
 
     elf = ELFFile(BytesIO(data))
@@ -70,14 +82,22 @@ def _parse(data: bytes) -> Cubin:
         raise ValueError(f"it is for {elf['e_machine']}, not EM_CUDA")
     sections = {s.name: s for s in elf.iter_sections()}
     kernels = _kernels(sections[".symtab"])
-    if len(kernels) != 1:
-        raise ValueError(f"it must hold one kernel, it holds {len(kernels)}: {', '.join(kernels.values()) or 'none'}")
-    index, symbol = next(iter(kernels.items()))
+    built_by = _built_by(elf, sections)
+    found = (_kernel(sections, index, symbol, kernels, built_by) for index, symbol in kernels.items())
+    return tuple(sorted(found, key=lambda kernel: kernel.symbol))
+
+
+def _kernel(
+    sections: dict[str, Any], index: int, symbol: str, kernels: dict[int, str], built_by: tuple[str, str]
+) -> Cubin:
     # Of the kernel itself and of any function that it calls: what a thread needs is the most that one of them says.
+    # Another kernel's numbers are its own.
     registers = frame = stack = 0
     for attribute, body in _attributes(sections[_INFO].data()):
         if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK):
             which, value = struct.unpack_from("<II", body)
+            if which != index and which in kernels:
+                continue
             registers = value if attribute == _REGISTERS and which == index else registers
             frame = max(frame, value) if attribute == _FRAME_SIZE else frame
             stack = max(stack, value) if attribute == _MIN_STACK else stack
@@ -92,7 +112,7 @@ def _parse(data: bytes) -> Cubin:
             x, y, z = struct.unpack_from("<III", body)
             block = (x, y, z)
     shared = sections.get(f".nv.shared.{symbol}")
-    arch, tool = _built_by(elf, sections)
+    arch, tool = built_by
     return Cubin(
         symbol=symbol,
         arch=arch,

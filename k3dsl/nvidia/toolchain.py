@@ -1,7 +1,8 @@
 """The only file that drives CuTe DSL's compiler: a key in, a checked cubin out.
 
 A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (see k3dsl/nvidia/value.py); its
-CompileKey is what the cache knows the object by.
+CompileKey is what the cache knows the object by. A key whose `payload` is "host" has kernels of another package, whose
+host code is kept beside them (k3dsl/nvidia/core/tokenspeed.py, k3dsl/nvidia/host_object.py).
 Compiling happens in a child process that sees no GPU and may die: the DSL is not thread-safe, and LLVM aborts. What is
 kept of a compile is the cubin alone: no host code, so that objects depend on no host ISA, linker or C compiler.
 
@@ -37,6 +38,7 @@ from k3dsl.cache.entry import Built
 from k3dsl.cache.key import CompileKey
 from k3dsl.cache.sources import source_digest
 from k3dsl.errors import CompileError, ConfigError, ToolchainError
+from k3dsl.nvidia import host_object
 from k3dsl.nvidia.cubin import Cubin, parse
 from k3dsl.nvidia.device import Target, check_target
 from k3dsl.nvidia.driver import param_problems
@@ -59,6 +61,7 @@ KERNELS: Final = {
     "mla_hopper": "k3dsl.nvidia.core.hopper:HopperKey",
     "mla_merge": "k3dsl.nvidia.core.hopper:MergeKey",
     "mla_epilogue": "k3dsl.nvidia.epilogue:EpilogueKey",
+    "mla_tokenspeed": "k3dsl.nvidia.core.tokenspeed:TokenspeedKey",
 }
 #: Far above the slowest build seen (6 s on two busy cores): a build that takes longer hangs.
 BUILD_SECONDS: Final = 600.0
@@ -86,15 +89,16 @@ def installed() -> str | None:
     return _versions()["nvidia-cutlass-dsl"]
 
 
-@cache
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in PINNED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: package_version(name) for name in PINNED}
+
+
+@cache
+def package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def facts(target: str) -> dict[str, str]:
@@ -111,10 +115,18 @@ def facts(target: str) -> dict[str, str]:
 def compile_key(key: Any, target: str) -> CompileKey:
     """The CompileKey of a kernel key on a target. Raises ConfigError for a target that there is not."""
     toolchain = facts(target)
+    if is_host(key):
+        toolchain |= {name: package_version(name) or pinned for name, pinned in key.packages.items()}
+        toolchain |= {"host_isa": host_object.host_isa(), "options": key.options}
     package = key.device_module.partition(".")[0]
     sources = source_digest(key.device_module, *([] if package == "k3dsl" else [_folder(package)]))
     KERNELS.setdefault(key.name, f"{type(key).__module__}:{type(key).__qualname__}")
     return CompileKey(kernel=key.name, params=asdict(key), target=target, toolchain=toolchain, sources=sources)
+
+
+def is_host(key: Any) -> bool:
+    """Whether the object of a kernel key has host code beside its cubin."""
+    return getattr(key, "payload", "") == "host"
 
 
 def kernel_key(kernel: str, params: Mapping[str, Any]) -> Any:
@@ -223,6 +235,9 @@ class Compiler:
         title = f"{key.kernel} {kernel} for {key.target} ({key.short})"
         if installed() is None:
             raise ToolchainError(f"{title} must be built, and no compiler is installed: {_INSTALL}, or import a bundle")
+        missing = [name for name in getattr(kernel, "packages", ()) if package_version(name) is None]
+        if missing:
+            raise ToolchainError(f"{title} is made of {', '.join(missing)}, not installed here: {kernel.install}")
         differ = compile_key(kernel, key.target).diff(key)
         if differ:
             raise ToolchainError("\n  - ".join([f"{title} is not a key of this installation:", *map(str, differ)]))
@@ -237,18 +252,27 @@ class Compiler:
         if reply.error:
             raise CompileError(f"{title} does not compile: {_COLOUR.sub('', reply.error)}{_tail(log)}")
         try:
-            found = parse(reply.cubin)
+            payload = host_object.link(reply.cubin) if is_host(kernel) else reply.cubin
+            found = _kernels(kernel, payload)
         except CompileError as error:
             raise CompileError(f"{title} compiles to what is {error}{_tail(log)}") from error
-        problems = check(found, log, kernel.params, limits, getattr(kernel, "smem", 0))
+        if is_host(kernel):
+            problems = host_object.problems(payload, key.target)
+            problems += [p for one in found for p in check(one, "", None, limits)]
+        else:
+            problems = check(found[0], log, kernel.params, limits, getattr(kernel, "smem", 0))
         if problems:
             raise CompileError(
                 "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + _tail(log)
             )
         stores, loads = _spills(log)
-        resources = {**found.resources(), "spill_stores": stores, "spill_loads": loads}
+        resources = {**found[0].resources(), "spill_stores": stores, "spill_loads": loads}
+        if is_host(kernel):
+            resources["kernels"] = [one.resources() for one in found]
+            resources["registers"] = max(one.registers for one in found)
         resources["build_seconds"] = round(time.monotonic() - started, 3)
-        return Built(payload=reply.cubin, filename=PAYLOAD, resources=resources, log=log)
+        filename = host_object.PAYLOAD if is_host(kernel) else PAYLOAD
+        return Built(payload=payload, filename=filename, resources=resources, log=log)
 
     def _ask(self, request: _Request) -> tuple[_Reply, str]:
         with self._busy:
@@ -261,22 +285,28 @@ class Compiler:
                 raise
 
 
+def _kernels(kernel: Any, payload: bytes) -> tuple[Cubin, ...]:
+    return host_object.facts(payload) if is_host(kernel) else (parse(payload),)
+
+
 def check(found: Cubin, log: str, params: Any, limits: Target, smem: int = 0) -> list[str]:
     """Why an object is refused: not what was asked for, or nothing that the target runs well. [] if it is not.
 
-    smem: dynamic shared memory that every launch takes at least, bytes.
+    smem: dynamic shared memory that every launch takes at least, bytes. params: None for a kernel of another package,
+    whose parameters are not ours to know, nor its spills ours to refuse: they are in the manifest.
     """
     bad = []
     if found.arch != limits.name:
         bad.append(f"it is for {found.arch}, not {limits.name}")
     if found.tool.partition(".")[0] != CUDA:
         bad.append(f"it was built by CUDA {found.tool}, not {CUDA}: {_INSTALL} brings the right libraries")
-    bad += param_problems(found, params)
+    if params is not None:
+        bad += param_problems(found, params)
     error = next((line for line in log.splitlines() if _ERROR.search(line)), None)
     if error:
         bad.append(f"the compiler reported: {error.strip()}")
     stores, loads = _spills(log)
-    if found.frame or found.stack or stores or loads:
+    if params is not None and (found.frame or found.stack or stores or loads):
         bad.append(
             f"a thread takes {max(found.frame, found.stack)} bytes of local memory ({stores} bytes of spill stores, "
             f"{loads} of spill loads) with {found.registers} registers"
@@ -410,6 +440,9 @@ def _compile(request: _Request) -> bytes:
     if compile_key(key, request.target).digest != request.digest:
         raise CompileError("the sources or the toolchain have changed since this process started: start it again")
     cute = _compiler()
+    if is_host(key):
+        data: bytes = import_module(key.device_module).compile_object(key, request.target, key.options)
+        return data
     function, arguments = import_module(key.device_module).trace(key, request.target)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as dump:
         options = f"--gpu-arch {request.target} {OPTIONS} --keep-cubin --dump-dir {dump} remarks{{ptx}}"
