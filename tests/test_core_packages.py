@@ -8,7 +8,7 @@ import torch
 
 from k3dsl import CaptureError, ConfigError, ToolchainError
 from k3dsl.nvidia import stock_decode, trtllm_decode
-from k3dsl.nvidia.core import packages
+from k3dsl.nvidia.core import packages, tokenspeed
 from k3dsl.reference import f8
 
 
@@ -85,7 +85,10 @@ def test_tokenspeed_call(monkeypatch):
     assert table is given["block_table"]
     assert lengths is given["lengths"]
     assert workspace.dtype == torch.int8
-    assert workspace.numel() >= packages.tokenspeed_bytes(2, 4, 12, 8192, 132, False, 8)
+    assert (
+        workspace.numel()
+        >= tokenspeed.work("sm_90a", heads=12, q=4, requests=2, max_context=8192, sm_count=132).workspace
+    )
     assert named == {
         "output_scale": 0.5,
         "out": given["out"],
@@ -94,21 +97,6 @@ def test_tokenspeed_call(monkeypatch):
         "enable_pdl": True,
         "min_split_kv": 132 // 16,
     }
-
-
-@pytest.mark.parametrize(
-    ("heads", "sms", "m64", "max_seq", "splits"),
-    [
-        (12, 148, True, 131072, {1: 74, 2: 64, 4: 37, 8: 18}),
-        (96, 148, True, 16384, {1: 64, 2: 32, 4: 16, 8: 9, 16: 4, 32: 2, 64: 1}),
-        (12, 152, False, 131072, {1: 74, 2: 38, 4: 19, 8: 9}),
-    ],
-)
-def test_splits_and_workspace_of_tokenspeed(heads, sms, m64, max_seq, splits):
-    for batch, expected in splits.items():
-        least = min(256, max(1, sms // (2 * batch)))
-        size = packages.tokenspeed_bytes(batch, 1, heads, max_seq, sms, m64, least)
-        assert size == (0 if expected == 1 else batch * heads * expected * 513 * 4)
 
 
 @pytest.mark.parametrize(("call", "package"), [(stock_decode, "tokenspeed-mla"), (trtllm_decode, "flashinfer-python")])

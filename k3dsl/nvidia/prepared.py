@@ -10,19 +10,21 @@ from torch import Tensor
 from k3dsl.checks import cache_problems, kv_format_of, not_prepared, require, step_problems
 from k3dsl.deployment import Deployment
 from k3dsl.dims import MlaDims
-from k3dsl.errors import ConfigError, ToolchainError
-from k3dsl.nvidia.core import SERVED, choose, hopper
+from k3dsl.errors import ConfigError
+from k3dsl.nvidia.core import SERVED, choose, hopper, tokenspeed
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
 from k3dsl.nvidia.metadata import pad_requests
 from k3dsl.nvidia.query import ELEMENT, ENTRY, LATENT, MAX_ROWS
 from k3dsl.nvidia.runtime import Runtime, Workspace, runtime_of
 from k3dsl.nvidia.stages import HopperCore, MlaQuery, MlaValue
+from k3dsl.nvidia.stages_packages import TokenspeedCore, TrtllmCore
 from k3dsl.weights import require_attention
 
 if TYPE_CHECKING:
     from k3dsl.cache import CompileCache
 
-_PACKAGES: Final = {"tokenspeed": "tokenspeed-mla", "trtllm": "flashinfer-python"}
+#: Entries of the table that layers are warmed with: a multiple of what any core asks for.
+_WIDTH: Final = 4
 #: Layouts of step tensors that a layer remembers as checked. An engine has a few for each shape.
 _MOST_LAYOUTS: Final = 4096
 
@@ -32,8 +34,9 @@ class _Step(NamedTuple):
 
     requests: int
     query: MlaQuery
-    core: HopperCore
+    core: HopperCore | TokenspeedCore | TrtllmCore
     value: MlaValue
+    entries: int = 1  # the width of the block table must be a multiple of it
 
 
 class PreparedMla:
@@ -176,7 +179,10 @@ class PreparedMla:
         pitch, table_stride = strides
         keys = lengths.data_ptr()
         step.query.bind(source, slots.data_ptr(), pitch)
-        step.core.bind(block_table.data_ptr(), keys, table_stride)
+        if isinstance(step.core, TrtllmCore):
+            step.core.take(cache, block_table, lengths)
+        else:
+            step.core.bind(block_table.data_ptr(), keys, table_stride)
         step.value.bind(source, keys, target, pitch)
         stream = self._runtime.stream()
         step.query.launch(stream)
@@ -199,8 +205,12 @@ class PreparedMla:
         self._require_bound(cache)
         block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
         where = self._runtime.torch_device
-        require("stock_core", step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths))
-        step.core.bind(block_table.data_ptr(), lengths.data_ptr(), block_table.stride(0))
+        bad = step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths)
+        require("stock_core", bad or _table_problems(step, block_table))
+        if isinstance(step.core, TrtllmCore):
+            step.core.take(cache, block_table, lengths)
+        else:
+            step.core.bind(block_table.data_ptr(), lengths.data_ptr(), block_table.stride(0))
         step.core.launch_first(self._runtime.stream())
         return self._latent[:batch]
 
@@ -251,30 +261,48 @@ class PreparedMla:
         return []
 
     def _keys(self, rows: int, q: int, kv_format: str, page: int) -> ShapeKeys:
-        target = str(self._runtime.device.target)
-        core = choose(target, rows, q, self._core).core
-        if core in _PACKAGES:
-            raise ToolchainError(
-                f"rows={rows}, q={q}: the core {core!r} runs through the package {_PACKAGES[core]}, and whole layers "
-                f"with it are not prepared on {target}; query and value kernels are built for it"
-            )
+        device = self._runtime.device
         return shape_keys(
-            target=target, heads=self._dims.heads, kv_format=kv_format, page=page, core=core, rows=rows, q=q
+            target=str(device.target),
+            heads=self._dims.heads,
+            kv_format=kv_format,
+            page=page,
+            core=self._choice(rows, q),
+            rows=rows,
+            q=q,
+            max_context=self.max_context,
+            sm_counts=(device.sm_count,),
+        )
+
+    def _choice(self, rows: int, q: int) -> str:
+        return choose(str(self._runtime.device.target), rows, q, self._core).core
+
+    def _work(self, rows: int, q: int) -> tokenspeed.Work:
+        device = self._runtime.device
+        return tokenspeed.work(
+            str(device.target),
+            heads=self._dims.heads,
+            q=q,
+            requests=rows // q,
+            max_context=self.max_context,
+            sm_count=device.sm_count,
         )
 
     def _workspace(self, kv_format: str, page: int) -> Workspace:
         """The workspace that the largest shape needs."""
-        sizes = []
+        partial, stats = [0], [0]
         for rows, q in self.shapes:
             key = self._keys(rows, q, kv_format, page).core
-            assert key is not None
-            sizes.append(hopper.workspace(key, requests=rows // q, sm_count=self._runtime.device.sm_count))
-        return self._runtime.workspace(max(s.partial for s in sizes), max(s.stats for s in sizes))
+            if isinstance(key, hopper.HopperKey):
+                size = hopper.workspace(key, requests=rows // q, sm_count=self._runtime.device.sm_count)
+                partial.append(size.partial)
+                stats.append(size.stats)
+            elif key is not None:
+                partial.append(self._work(rows, q).workspace)
+        return self._runtime.workspace(max(partial), max(stats))
 
     def _step(self, rows: int, q: int, kv: Tensor, kv_format: str, workspace: Workspace) -> _Step:
         """The plans of one shape, packed for a step of no tokens."""
-        key = self._keys(rows, q, kv_format, kv.shape[1]).core
-        assert key is not None
         store = self._cache_of_kernels()
 
         def load(kernel: Any) -> Any:
@@ -284,8 +312,7 @@ class PreparedMla:
         scratch = self._scratch.view(dtype)
         dummy = self._dummy(rows, q)
         attention = self._attention
-        fp8 = kv_format == "fp8"
-        scale = float(attention.scale) * (attention._q_scale_float * attention._k_scale_float if fp8 else 1.0)
+        core, entries = self._core_stage(load, rows, q, kv, kv_format, workspace, scratch)
         return _Step(
             requests=rows // q,
             query=MlaQuery(
@@ -297,20 +324,7 @@ class PreparedMla:
                 slots=dummy.slots,
                 kv_format=kv_format,
             ),
-            core=HopperCore(
-                load,
-                self._runtime.driver,
-                key=key,
-                rows=rows,
-                sm_count=self._runtime.device.sm_count,
-                cache=kv,
-                scratch=scratch,
-                partial=workspace.partial,
-                stats=workspace.stats,
-                latent=self._latent,
-                scale=scale,
-                out_scale=float(attention._k_scale_float) if fp8 else 1.0,
-            ),
+            core=core,
             value=MlaValue(
                 load,
                 attention,
@@ -320,7 +334,32 @@ class PreparedMla:
                 out=dummy.out,
                 q=q,
             ),
+            entries=entries,
         )
+
+    def _core_stage(
+        self, load: Any, rows: int, q: int, kv: Tensor, kv_format: str, workspace: Workspace, scratch: Tensor
+    ) -> tuple[HopperCore | TokenspeedCore | TrtllmCore, int]:
+        """The core of a shape, and of how many entries its tables must be a multiple."""
+        key = self._keys(rows, q, kv_format, kv.shape[1]).core
+        attention, sm_count = self._attention, self._runtime.device.sm_count
+        fp8 = kv_format == "fp8"
+        shared: dict[str, Any] = {
+            "rows": rows,
+            "scratch": scratch,
+            "latent": self._latent,
+            "scale": float(attention.scale) * (attention._q_scale_float * attention._k_scale_float if fp8 else 1.0),
+            "out_scale": float(attention._k_scale_float) if fp8 else 1.0,
+        }
+        if isinstance(key, tokenspeed.TokenspeedKey):
+            loaded = self._runtime.host(key, self._cache_of_kernels())
+            work = self._work(rows, q)
+            core = TokenspeedCore(loaded, key=key, work=work, cache=kv, partial=workspace.partial, **shared)
+            return core, tokenspeed.table_entries(key.page)
+        if key is None:
+            return TrtllmCore(q=q, max_context=self.max_context, sm_count=sm_count, **shared), 1
+        space = {"partial": workspace.partial, "stats": workspace.stats}
+        return HopperCore(load, self._runtime.driver, key=key, sm_count=sm_count, cache=kv, **space, **shared), 1
 
     def _dummy(self, rows: int, q: int) -> "_Dummy":
         """A step that writes nothing to the cache and sees q keys of page 0."""
@@ -329,7 +368,7 @@ class PreparedMla:
             projected=torch.zeros(rows, self._pitches[rows], dtype=torch.bfloat16, device=where),
             out=torch.empty(rows, self._dims.heads * self._dims.v, dtype=torch.bfloat16, device=where),
             slots=torch.full((rows,), -1, dtype=torch.int64, device=where),
-            table=torch.zeros(rows // q, 1, dtype=torch.int32, device=where),
+            table=torch.zeros(rows // q, _WIDTH, dtype=torch.int32, device=where),
             lengths=torch.full((rows // q,), q, dtype=torch.int32, device=where),
         )
 
@@ -379,7 +418,7 @@ class PreparedMla:
             block_table=block_table,
             lengths=lengths,
         )
-        require("run", bad)
+        require("run", bad or _table_problems(self._steps[rows, q], block_table))
         strides = projected.stride(0) if rows > 1 else self._dims.pitch, block_table.stride(0)
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
@@ -393,6 +432,15 @@ class PreparedMla:
                 f"cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared ({bound}): call "
                 "prepare_cache(kv_cache) when the cache moves"
             )
+
+
+def _table_problems(step: _Step, table: Tensor) -> list[str]:
+    if table.shape[1] % step.entries:
+        return [
+            f"block_table has {table.shape[1]} entries a row, must be a multiple of {step.entries}: the core reads the "
+            "table by tiles of 128 keys (what is beyond a request's pages may be any page)"
+        ]
+    return []
 
 
 class _Dummy(NamedTuple):

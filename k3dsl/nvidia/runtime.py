@@ -17,6 +17,7 @@ from k3dsl.capture import guard
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia import device as devices
 from k3dsl.nvidia.driver import Driver, Function, Module, driver
+from k3dsl.nvidia.host_object import HostObject
 from k3dsl.nvidia.query import ENTRY, MAX_ROWS
 from k3dsl.nvidia.toolchain import build, compile_key
 
@@ -39,6 +40,7 @@ class Executables:
         self.driver = driver
         self._lock = threading.Lock()
         self._modules: WeakValueDictionary[str, Module] = WeakValueDictionary()
+        self._hosts: WeakValueDictionary[tuple[str, int], HostObject] = WeakValueDictionary()
 
     def module(self, key: "CompileKey", cache: "CompileCache") -> Module:
         """The module of `key`; its object comes from `cache`, which builds it if need be."""
@@ -47,6 +49,15 @@ class Executables:
             if found is None:
                 found = Module.load(self.driver, cache.get_or_build(key, build).payload)
                 self._modules[key.digest] = found
+            return found
+
+    def host(self, key: "CompileKey", cache: "CompileCache", device: int) -> HostObject:
+        """The host object of `key` for one device: its launcher keeps the handles of that device's kernels."""
+        with self._lock:
+            found = self._hosts.get((key.digest, device))
+            if found is None:
+                found = HostObject(self.driver, cache.get_or_build(key, build).payload, device)
+                self._hosts[key.digest, device] = found
             return found
 
 
@@ -93,11 +104,18 @@ class Runtime:
 
     def function(self, key: KernelKey, cache: "CompileCache") -> Function:
         """The kernel of a kernel key on this device, loaded."""
+        return self.executables.module(compile_key(key, self._target()), cache).function(self.device.index)
+
+    def host(self, key: Any, cache: "CompileCache") -> HostObject:
+        """The host object of a kernel key on this device, loaded."""
+        return self.executables.host(compile_key(key, self._target()), cache, self.device.index)
+
+    def _target(self) -> str:
         target = self.device.target
         if target is None:
             served = ", ".join(devices.TARGETS)
             raise ConfigError(f"device {self.device.index} ({self.device.name}) has no kernels: served are {served}")
-        return self.executables.module(compile_key(key, target), cache).function(self.device.index)
+        return target
 
     def query_scratch(self, heads: int, element: int) -> Tensor:
         """uint8 [64, heads, 576 * element], the same tensor for every layer that asks for it while one holds it."""

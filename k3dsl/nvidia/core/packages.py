@@ -13,9 +13,12 @@ from torch import Tensor
 
 from k3dsl.capture import guard
 from k3dsl.errors import ConfigError, ToolchainError
+from k3dsl.nvidia.core import tokenspeed
 from k3dsl.nvidia.device import device as facts
-from k3dsl.nvidia.metadata import fill_splits
 
+#: Module, function and the package to install.
+TOKENSPEED: Final = ("tokenspeed_mla", "tokenspeed_mla_decode", "tokenspeed-mla")
+TRTLLM: Final = ("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", "flashinfer-python")
 _LATENT: Final = 512
 _NOPE: Final = 128
 _ROPE: Final = 64
@@ -34,13 +37,14 @@ def stock_decode(
     out: Tensor,  # bf16 [R, q, H, 512]
 ) -> Tensor:
     """tokenspeed_mla's decode. Raises ToolchainError where the package is missing."""
-    decode = _function("tokenspeed_mla", "tokenspeed_mla_decode", "tokenspeed-mla")
+    decode = _function(*TOKENSPEED)
     _check(query, cache, out)
     requests, q, heads, _ = query.shape
     device = query.device
     here = facts(device.index or 0)
-    least = fill_splits(requests * q, device.index or 0)
-    size = tokenspeed_bytes(requests, q, heads, max_seq, here.sm_count, here.capability == (10, 0), least)
+    target = here.target or "sm_100a"  # the package itself refuses other devices
+    cut = tokenspeed.work(target, heads=heads, q=q, requests=requests, max_context=max_seq, sm_count=here.sm_count)
+    size = cut.workspace
     return decode(
         query,
         cache,
@@ -56,7 +60,7 @@ def stock_decode(
         is_var_seq=True,
         causal_mask=True,
         enable_pdl=True,
-        min_split_kv=least,
+        min_split_kv=tokenspeed.fill(requests * q, here.sm_count),
     )
 
 
@@ -70,26 +74,54 @@ def trtllm_decode(
     out: Tensor,  # bf16 [R, q, H, 512]
 ) -> Tensor:
     """FlashInfer's trtllm-gen decode. Raises ToolchainError where the package is missing."""
-    decode = _function("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", "flashinfer-python")
     _check(query, cache, out)
+    sm_count = facts(query.device.index or 0).sm_count
+    decode, arguments = trtllm_call(query, max_seq, scales, out, sm_count)
+    return decode(**arguments, kv_cache=trtllm_cache(cache), block_tables=block_table, seq_lens=lengths)
+
+
+def trtllm_call(
+    query: Tensor,  # e4m3 or its bytes [R, q, H, 576]
+    max_seq: int,
+    scales: tuple[float, float],
+    out: Tensor,  # bf16 [R, q, H, 512]
+    sm_count: int,
+) -> tuple[Any, dict[str, Any]]:
+    """The function, and all of its arguments but cache and metadata. Raises ToolchainError, CaptureError."""
+    decode = _function(*TRTLLM)
     heads, device = query.shape[2], query.device
-    counter = 4 * _round_up(max(_MAX_ROWS * heads, facts(device.index or 0).sm_count), 8)
-    return decode(
-        query=query,
-        kv_cache=cache.view(torch.float8_e4m3fn).unsqueeze(1),
-        workspace_buffer=_buffer(f"trtllm {heads}", device, _TRTLLM_BYTES),
-        qk_nope_head_dim=_NOPE,
-        kv_lora_rank=_LATENT,
-        qk_rope_head_dim=_ROPE,
-        block_tables=block_table,
-        seq_lens=lengths,
-        max_seq_len=max_seq,
-        out=out,
-        bmm1_scale=scales[0],
-        bmm2_scale=scales[1],
-        enable_pdl=True,
-        backend="trtllm-gen",
-        multi_ctas_kv_counter_buffer=_buffer(f"trtllm counter {heads}", device, counter),
+    return decode, {
+        "query": query if query.dtype == torch.float8_e4m3fn else query.view(torch.float8_e4m3fn),
+        "workspace_buffer": _buffer(f"trtllm {heads}", device, _TRTLLM_BYTES),
+        "qk_nope_head_dim": _NOPE,
+        "kv_lora_rank": _LATENT,
+        "qk_rope_head_dim": _ROPE,
+        "max_seq_len": max_seq,
+        "out": out,
+        "bmm1_scale": scales[0],
+        "bmm2_scale": scales[1],
+        "enable_pdl": True,
+        "backend": "trtllm-gen",
+        "multi_ctas_kv_counter_buffer": _buffer(f"trtllm counter {heads}", device, counter_bytes(heads, sm_count)),
+    }
+
+
+def trtllm_cache(cache: Tensor) -> Tensor:
+    """A cache [pages, page, 576] as FlashInfer wants it: e4m3 [pages, 1, page, 576]."""
+    return cache.view(torch.float8_e4m3fn).unsqueeze(1)
+
+
+def counter_bytes(heads: int, sm_count: int) -> int:
+    """Bytes of trtllm-gen's semaphores for up to 64 rows of `heads` heads: one each, or one an SM, in eights."""
+    return 4 * _round_up(max(_MAX_ROWS * heads, sm_count), 8)
+
+
+def trtllm_failed(error: Exception) -> ToolchainError:
+    """What FlashInfer raised, with what it needs beside itself."""
+    return ToolchainError(
+        f"FlashInfer's trtllm-gen decode failed ({type(error).__name__}: {error}). Beside flashinfer-python it needs "
+        "its kernels (pip install flashinfer-cubin, of the same version) and its launcher (pip install "
+        "flashinfer-jit-cache, or nvcc and ninja to build it); core='tokenspeed' needs neither"
     )
 
 
@@ -112,44 +144,21 @@ def _function(module: str, name: str, package: str) -> Any:
         raise ToolchainError(f"{name} is not there ({error}): pip install {package}") from error
 
 
-def _splits(q_eff: int, requests: int, max_seq: int, tile: int, sms: int, least: int) -> int:
-    """The number of splits that tokenspeed_mla plans: its own choice or `least`, without empty ones at the end."""
-    blocks = -(-max_seq // 128)
-    if tile == 64:
-        per_wave = min(blocks, max(1, sms // requests // q_eff))
-        waves = -(-blocks // per_wave)
-        auto = min(-(-blocks // waves), 64)
-    else:
-        auto = min(32, max(1, sms // requests // (2 * q_eff)))
-    per = -(-blocks // max(auto, least))
-    return -(-blocks // per)
-
-
-def tokenspeed_bytes(requests: int, q: int, heads: int, max_seq: int, sms: int, m64: bool, least: int) -> int:
-    """Workspace of tokenspeed_mla: float32 latents and an LSE for every row and split, none with one split.
-
-    m64: whether the device is an SM100, which has the 64-row tile; least: the forced minimum of splits.
-    """
-    tile = 64 if m64 and heads * q <= 64 else 128
-    fold = next(f for f in range(q, 0, -1) if q % f == 0 and heads * f <= tile)
-    rows, q_eff = heads * fold, q // fold
-    splits = _splits(q_eff, requests, max_seq, tile, sms, least)
-    return 0 if splits == 1 else requests * rows * q_eff * splits * (_LATENT + 1) * 4
-
-
 @cache
-def _buffers() -> dict[tuple[str, torch.device], Tensor]:
+def _buffers() -> dict[tuple[str, torch.device], list[Tensor]]:
     return {}
 
 
 def _buffer(name: str, device: torch.device, size: int) -> Tensor:
-    """int8 [>= size], zeroed once, shared by all layers of the device. Raises CaptureError if it has to grow."""
-    found = _buffers().get((name, device))
-    if found is None or found.numel() < size:
+    """int8 [>= size], zeroed once, shared by all layers of the device. Raises CaptureError if it has to grow.
+
+    One that was outgrown is kept: a captured graph may still write to it.
+    """
+    owned = _buffers().setdefault((name, device), [])
+    if not owned or owned[-1].numel() < size:
         guard(f"growing the workspace of {name.split()[0]}")
-        found = torch.zeros(size, dtype=torch.int8, device=device)
-        _buffers()[name, device] = found
-    return found
+        owned.append(torch.zeros(size, dtype=torch.int8, device=device))
+    return owned[-1]
 
 
 def _round_up(value: int, to: int) -> int:
