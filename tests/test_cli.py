@@ -203,7 +203,7 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
     code, out, _ = k3dsl(capsys, "doctor", "--json")
     document = json.loads(out)
     names = {check["name"] for check in document["checks"]}
-    assert {"k3dsl", "torch", "NVIDIA compiler", "linker", "cache folder", "K3DSL_CACHE_DIR"} <= names
+    assert {"k3dsl", "torch", "NVIDIA compiler", "Blackwell core", "cache folder", "K3DSL_CACHE_DIR"} <= names
     assert code == (0 if document["ok"] else 1)
     assert all(check["status"] in ("ok", "info", "warn", "bad") for check in document["checks"])
     _, out, _ = k3dsl(capsys, "doctor")
