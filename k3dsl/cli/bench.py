@@ -13,12 +13,14 @@ from k3dsl.cli.console import emit, out
 from k3dsl.errors import ConfigError
 
 #: One file each in tools/bench, with `run(options) -> document` and `show(document, console)`.
-QUESTIONS: Final = ("layer", "host", "core", "epilogue", "cache")
+QUESTIONS: Final = ("layer", "host", "core", "epilogue", "cache", "blackwell")
 _PACKAGE: Final = "k3dsl_bench"
 
 
 def bench(
-    what: Annotated[str, typer.Option(help="Of layer, host, core, epilogue, cache: one or more.")] = "layer,host",
+    what: Annotated[
+        str, typer.Option(help="Of layer, host, core, epilogue, cache, blackwell: one or more.")
+    ] = "layer,host",
     against: Annotated[str | None, typer.Option(help="A named baseline of the question.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws the results to this PNG.")] = None,
     json: Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from k3dsl import __version__
 from k3dsl.cli.console import FINDING, Json, emit, out
-from k3dsl.errors import K3Error
+from k3dsl.errors import K3Error, ToolchainError
 
 _MARKS: Final = {
     "ok": "[green]ok[/green]  ",
@@ -103,7 +103,7 @@ def _torch_sees(count: int) -> list[Check]:
 
 
 def toolchain() -> list[Check]:
-    """Compilers. Objects are plain cubins: no linker and no C compiler takes part."""
+    """Compilers, and what the tokenspeed core of sm_100a and sm_103a is built with."""
     from k3dsl.nvidia.toolchain import CUDA, PINNED, installed
 
     version, wanted = installed(), PINNED["nvidia-cutlass-dsl"]
@@ -115,7 +115,28 @@ def toolchain() -> list[Check]:
         check = Check("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
     else:
         check = Check("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
-    return [check, Check("linker", "ok", "none is needed: objects are cubins, launched through the driver")]
+    return [check, blackwell()]
+
+
+def blackwell() -> Check:
+    """The package and the linker of objects with host code. All other objects are plain cubins and need neither."""
+    from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
+    from k3dsl.nvidia.host_object import linker
+    from k3dsl.nvidia.toolchain import package_version
+
+    version, [wanted] = package_version("tokenspeed-mla"), TokenspeedKey.packages.values()
+    if version is None:
+        text = "tokenspeed-mla is not installed: cores of sm_100a and sm_103a can be loaded, none can be built"
+        return Check("Blackwell core", "info", text, f"{TokenspeedKey.install} to build them here")
+    if version != wanted:
+        text = f"tokenspeed-mla {version}, its core is restated from {wanted}"
+        return Check("Blackwell core", "warn", text, f"pip install tokenspeed-mla=={wanted}")
+    try:
+        command = " ".join(linker())
+    except ToolchainError as error:
+        return Check("Blackwell core", "warn", str(error), "install a C compiler")
+    text = f"tokenspeed-mla {version}, linked by {command}; no other kernel needs a linker"
+    return Check("Blackwell core", "ok", text)
 
 
 def caches() -> list[Check]:
