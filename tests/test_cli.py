@@ -207,7 +207,7 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
     assert code == (0 if document["ok"] else 1)
     assert all(check["status"] in ("ok", "info", "warn", "bad") for check in document["checks"])
     _, out, _ = k3dsl(capsys, "doctor")
-    assert "none is needed: objects are cubins" in out
+    assert "Blackwell core" in out
     monkeypatch.setenv("K3DSL_CACHE_DIR", "relative/folder")
     code, out, _ = k3dsl(capsys, "doctor", "--json")
     assert code == 1
