@@ -4,7 +4,7 @@ A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `
 CompileKey is what the cache knows the object by. A key whose `payload` is "host" has kernels of another package, whose
 host code is kept beside them (k3dsl/nvidia/core/tokenspeed.py, k3dsl/nvidia/host_object.py).
 Compiling happens in a child process that sees no GPU and may die: the DSL is not thread-safe, and LLVM aborts. What is
-kept of a compile is the cubin alone: no host code, so that objects depend on no host ISA, linker or C compiler.
+kept of other compiles is the cubin alone: no host code, so that objects depend on no host ISA, linker or C compiler.
 
 Private to the DSL, seen in nvidia-cutlass-dsl 4.8.1 and held by tests/compile/test_toolchain.py:
 - `artifacts.CUBIN` of a compiled function, filled under `--keep-cubin`
