@@ -135,6 +135,20 @@ def warmup(
     return _Warmup(cache, keys, progress).run(min(jobs, max(len(keys), 1)))
 
 
+def lacking(plan: "Deployment | Iterable[Deployment]", cache: "CompileCache") -> list[str]:
+    """What must be installed before a warm-up can build all that `cache` does not have; [] where nothing is amiss."""
+    from k3dsl.nvidia.toolchain import installed, kernel_key, lacks
+
+    plans = [plan] if isinstance(plan, Deployment) else list(plan)
+    absent = [key for one in plans for key in Deployment.keys(one) if key not in cache]
+    if not absent:
+        return []
+    if installed() is None:
+        return ["the compiler is not installed: pip install 'k3dsl[nvidia]'"]
+    found = dict.fromkeys((key.kernel, key.target, lacks(kernel_key(key.kernel, key.params))) for key in absent)
+    return [f"{kernel} for {target} cannot be built: {what}" for kernel, target, what in found if what]
+
+
 class _Warmup:
     """One warm-up: a thread for each compiler, which is a child process."""
 

@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from fake_cuda import fake_build
 
-from k3dsl import ConfigError, Deployment, MlaDims
+from k3dsl import CompileCache, ConfigError, Deployment, MlaDims
 from k3dsl.nvidia import host_object, toolchain
 from k3dsl.nvidia.core import tokenspeed
 from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
+from k3dsl.preparing import lacking
 
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 
@@ -118,7 +120,7 @@ def test_what_a_key_may_hold():
     [("sm_100a", 8, 17, 8), ("sm_100a", 16, 15, 7), ("sm_103a", 8, 18, 9), ("sm_103a", 16, 16, 8)],
 )
 def test_keys_of_a_deployment(target, tp, count, core):
-    plan = Deployment(MlaDims.kimi_k3(tp), target=target, batches=BATCHES, queries=(1, 4))
+    plan = Deployment(MlaDims.kimi_k3(tp), target=target, batches=BATCHES, queries=(1, 4), epilogues=())
     keys = plan.keys()
     kernels = [key.kernel for key in keys]
     assert (len(set(keys)), kernels.count("mla_tokenspeed")) == (count, core)
@@ -159,18 +161,36 @@ def test_without_the_package_a_build_names_it(monkeypatch):
     real = toolchain.package_version
     monkeypatch.setattr(toolchain, "package_version", lambda name: None if name == "tokenspeed-mla" else real(name))
     monkeypatch.setattr(toolchain, "installed", lambda: "4.8.1")
-    with pytest.raises(toolchain.ToolchainError, match=r"tokenspeed-mla, not installed here: pip install 'k3dsl\["):
+    message = "tokenspeed-mla is not installed: pip install --no-deps tokenspeed-mla==2.0.4"
+    with pytest.raises(toolchain.ToolchainError, match=message):
         toolchain.build(key)
 
 
-def test_another_version_of_the_package_is_another_key(monkeypatch):
+def test_another_version_of_the_package_loads_what_this_one_built_and_builds_nothing(monkeypatch):
+    """A node that serves may have the version of its engine: objects need none of them."""
     before = toolchain.compile_key(TokenspeedKey(12), "sm_100a")
     real = toolchain.package_version
-    monkeypatch.setattr(toolchain, "package_version", lambda name: "2.0.5" if name == "tokenspeed-mla" else real(name))
-    after = toolchain.compile_key(TokenspeedKey(12), "sm_100a")
-    assert after.digest != before.digest
-    [difference] = before.diff(after)
-    assert "tokenspeed-mla" in str(difference)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: "2.0.3" if name == "tokenspeed-mla" else real(name))
+    monkeypatch.setattr(toolchain, "installed", lambda: "4.8.1")
+    assert toolchain.compile_key(TokenspeedKey(12), "sm_100a") == before
+    assert before.toolchain["tokenspeed-mla"] == "2.0.4"
+    with pytest.raises(toolchain.ToolchainError, match=r"tokenspeed-mla is 2\.0\.3: pip install"):
+        toolchain.build(before)
+
+
+def test_a_warm_up_says_first_what_it_lacks(monkeypatch, tmp_path):
+    plans = [Deployment(MlaDims.kimi_k3(8), target=t, batches=(1, 8), epilogues=()) for t in ("sm_90a", "sm_100a")]
+    cache = CompileCache(tmp_path)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: None)
+    monkeypatch.setattr(toolchain, "installed", lambda: "4.8.1")
+    [said] = lacking(plans, cache)
+    assert said.startswith("mla_tokenspeed for sm_100a cannot be built: tokenspeed-mla is not installed: pip install")
+    assert lacking(plans[0], cache) == []
+    for key in plans[1].keys():  # noqa: SIM118 - a method, not a dict's
+        cache.get_or_build(key, fake_build)
+    assert lacking(plans, cache) == []  # what is there need not be built
+    monkeypatch.setattr(toolchain, "installed", lambda: None)
+    assert lacking(plans, cache) == ["the compiler is not installed: pip install 'k3dsl[nvidia]'"]
 
 
 # ---- linking

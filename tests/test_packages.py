@@ -140,12 +140,12 @@ def test_missing_packages_are_named(monkeypatch):
 
 @pytest.fixture
 def flashinfer():
-    return pytest.importorskip("flashinfer.mla", reason="flashinfer-python is not installed: .[trtllm]")
+    return pytest.importorskip("flashinfer.mla", reason="flashinfer-python is not installed: .[blackwell]")
 
 
 @pytest.fixture
 def tokenspeed_mla():
-    return pytest.importorskip("tokenspeed_mla.mla_decode", reason="tokenspeed-mla is not installed: .[blackwell]")
+    return pytest.importorskip("tokenspeed_mla.mla_decode", reason="tokenspeed-mla is not installed: .[nvidia]")
 
 
 def test_trtllm_binds_to_flashinfers_signature(flashinfer, calls):

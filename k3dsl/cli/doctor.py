@@ -122,20 +122,18 @@ def blackwell() -> Check:
     """The package and the linker of objects with host code. All other objects are plain cubins and need neither."""
     from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
     from k3dsl.nvidia.host_object import linker
-    from k3dsl.nvidia.toolchain import package_version
+    from k3dsl.nvidia.toolchain import lacks
 
-    version, [wanted] = package_version("tokenspeed-mla"), TokenspeedKey.packages.values()
-    if version is None:
-        text = "tokenspeed-mla is not installed: cores of sm_100a and sm_103a can be loaded, none can be built"
-        return Check("Blackwell core", "info", text, f"{TokenspeedKey.install} to build them here")
-    if version != wanted:
-        text = f"tokenspeed-mla {version}, its core is restated from {wanted}"
-        return Check("Blackwell core", "warn", text, f"pip install tokenspeed-mla=={wanted}")
+    [(name, version)] = TokenspeedKey.packages.items()
+    what, _, todo = lacks(TokenspeedKey(12)).partition(": ")
+    if what:
+        text = f"{what}: cores of sm_100a and sm_103a can be loaded, none can be built"
+        return Check("Blackwell core", "info", text, f"{todo} to build them here")
     try:
         command = " ".join(linker())
     except ToolchainError as error:
         return Check("Blackwell core", "warn", str(error), "install a C compiler")
-    text = f"tokenspeed-mla {version}, linked by {command}; no other kernel needs a linker"
+    text = f"{name} {version}, linked by {command}; no other kernel needs a linker"
     return Check("Blackwell core", "ok", text)
 
 

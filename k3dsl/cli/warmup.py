@@ -8,7 +8,7 @@ import typer
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out
 from k3dsl.deployment import Deployment
-from k3dsl.preparing import Progress, Report
+from k3dsl.preparing import Progress, Report, lacking
 from k3dsl.preparing import warmup as warm
 
 
@@ -41,6 +41,8 @@ def warmup(
     from k3dsl.cache import CompileCache
 
     cache = CompileCache()
+    for what in lacking(plans, cache):  # said before minutes of building what can be built
+        err().print(what, markup=False)
     try:
         report = run(plans, cache, jobs)
     except KeyboardInterrupt:

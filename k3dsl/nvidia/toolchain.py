@@ -116,7 +116,7 @@ def compile_key(key: Any, target: str) -> CompileKey:
     """The CompileKey of a kernel key on a target. Raises ConfigError for a target that there is not."""
     toolchain = facts(target)
     if is_host(key):
-        toolchain |= {name: package_version(name) or pinned for name, pinned in key.packages.items()}
+        toolchain |= key.packages
         toolchain |= {"host_isa": host_object.host_isa(), "options": key.options}
     package = key.device_module.partition(".")[0]
     sources = source_digest(key.device_module, *([] if package == "k3dsl" else [_folder(package)]))
@@ -127,6 +127,17 @@ def compile_key(key: Any, target: str) -> CompileKey:
 def is_host(key: Any) -> bool:
     """Whether the object of a kernel key has host code beside its cubin."""
     return getattr(key, "payload", "") == "host"
+
+
+def lacks(key: Any) -> str:
+    """Which package beside the compiler must be installed to build a kernel key, and how; "" if none."""
+    wrong = {name: package_version(name) for name, pinned in getattr(key, "packages", {}).items()
+             if package_version(name) != pinned}  # fmt: skip
+    if not wrong:
+        return ""
+    there = ", ".join(f"{name} is {version or 'not installed'}" for name, version in wrong.items())
+    # Its other dependencies are for what it does at run time, and some Pythons have no release of them.
+    return f"{there}: pip install --no-deps {' '.join(f'{name}=={key.packages[name]}' for name in wrong)}"
 
 
 def kernel_key(kernel: str, params: Mapping[str, Any]) -> Any:
@@ -235,9 +246,9 @@ class Compiler:
         title = f"{key.kernel} {kernel} for {key.target} ({key.short})"
         if installed() is None:
             raise ToolchainError(f"{title} must be built, and no compiler is installed: {_INSTALL}, or import a bundle")
-        missing = [name for name in getattr(kernel, "packages", ()) if package_version(name) is None]
-        if missing:
-            raise ToolchainError(f"{title} is made of {', '.join(missing)}, not installed here: {kernel.install}")
+        lacking = lacks(kernel)
+        if lacking:
+            raise ToolchainError(f"{title} cannot be built: {lacking}")
         differ = compile_key(kernel, key.target).diff(key)
         if differ:
             raise ToolchainError("\n  - ".join([f"{title} is not a key of this installation:", *map(str, differ)]))
@@ -441,7 +452,9 @@ def _compile(request: _Request) -> bytes:
         raise CompileError("the sources or the toolchain have changed since this process started: start it again")
     cute = _compiler()
     if is_host(key):
-        data: bytes = import_module(key.device_module).compile_object(key, request.target, key.options)
+        options = f"{key.options} --host-target '{host_object.host_target()}'"
+        compile_object = import_module(key.device_module).compile_object
+        data: bytes = compile_object(key, request.target, options, host_object.PREFIX)
         return data
     function, arguments = import_module(key.device_module).trace(key, request.target)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as dump:

@@ -25,7 +25,7 @@ from k3dsl.nvidia.stages_packages import TokenspeedCore
 from k3dsl.nvidia.toolchain import build, compile_key
 
 pytestmark = pytest.mark.compile
-pytest.importorskip("tokenspeed_mla", reason="tokenspeed-mla is not installed: pip install 'k3dsl[blackwell]'")
+pytest.importorskip("tokenspeed_mla", reason="tokenspeed-mla is not installed: pip install 'k3dsl[nvidia]'")
 
 DIMS = MlaDims.kimi_k3(8)
 BOUND = 131072

@@ -71,11 +71,11 @@ def versions(monkeypatch):
             return version
 
         monkeypatch.setattr(toolchain.metadata, "version", answer)
-        toolchain._versions.cache_clear()
+        toolchain.package_version.cache_clear()
 
     yield install
     monkeypatch.undo()
-    toolchain._versions.cache_clear()
+    toolchain.package_version.cache_clear()
 
 
 def test_keys_are_the_same_with_and_without_the_compiler(versions):

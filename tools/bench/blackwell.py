@@ -25,12 +25,14 @@ RANKS: Final = (1, 2, 4)
 def run(*, against: str | None = None, commit: str | None = None, quick: bool = False, **_: Any) -> dict[str, Any]:
     """The document: seconds to the slowest rank's last object, for the package, a cold and a warm cache."""
     from k3dsl.errors import ConfigError, ToolchainError
-    from k3dsl.nvidia.toolchain import package_version
+    from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
+    from k3dsl.nvidia.toolchain import lacks
 
     if against not in (None, "package"):
         raise ConfigError(f"against={against!r} must be package")
-    if package_version("tokenspeed-mla") is None:
-        raise ToolchainError("tokenspeed-mla is not installed: pip install 'k3dsl[blackwell]'")
+    lacking = lacks(TokenspeedKey(12))
+    if lacking:
+        raise ToolchainError(lacking)
     rows = []
     for ranks in RANKS[:2] if quick else RANKS:
         with tempfile.TemporaryDirectory(prefix="k3dsl-bench-") as folder:

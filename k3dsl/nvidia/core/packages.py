@@ -17,8 +17,8 @@ from k3dsl.nvidia.core import tokenspeed
 from k3dsl.nvidia.device import device as facts
 
 #: Module, function and the package to install.
-TOKENSPEED: Final = ("tokenspeed_mla", "tokenspeed_mla_decode", "tokenspeed-mla")
-TRTLLM: Final = ("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", "flashinfer-python")
+TOKENSPEED: Final = ("tokenspeed_mla", "tokenspeed_mla_decode", "tokenspeed-mla==2.0.4")
+TRTLLM: Final = ("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", "flashinfer-python==0.7.4")
 _LATENT: Final = 512
 _NOPE: Final = 128
 _ROPE: Final = 64
@@ -120,8 +120,8 @@ def trtllm_failed(error: Exception) -> ToolchainError:
     """What FlashInfer raised, with what it needs beside itself."""
     return ToolchainError(
         f"FlashInfer's trtllm-gen decode failed ({type(error).__name__}: {error}). Beside flashinfer-python it needs "
-        "its kernels (pip install flashinfer-cubin, of the same version) and its launcher (pip install "
-        "flashinfer-jit-cache, or nvcc and ninja to build it); core='tokenspeed' needs neither"
+        "its kernels, flashinfer-cubin (flashinfer install-cubin-wheel), and its launcher, flashinfer-jit-cache "
+        "(flashinfer install-jit-cache-wheel; or nvcc and ninja to build it); core='tokenspeed' needs neither"
     )
 
 

@@ -55,9 +55,9 @@ class TokenspeedKey:
     device_module: ClassVar[str] = "k3dsl.nvidia.kernels.tokenspeed"
     #: Host code and cubin in one object (k3dsl.nvidia.host_object), not a cubin whose parameters are ours.
     payload: ClassVar[str] = "host"
-    #: Packages whose code the object is made of, besides the compiler, with the version that this file restates.
+    #: Packages whose code the object is made of, besides the compiler, in the version that this file restates. It is
+    #: in the key whatever is installed, so that a node that only loads objects may have another or none.
     packages: ClassVar[dict[str, str]] = {"tokenspeed-mla": "2.0.4"}
-    install: ClassVar[str] = "pip install 'k3dsl[blackwell]'"
     options: ClassVar[str] = "--opt-level 2"  # what the package itself compiles with
     params: ClassVar[tuple[Any, ...]] = ()
 

@@ -17,11 +17,10 @@ from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
 
 from k3dsl.errors import CompileError
 from k3dsl.nvidia.core.tokenspeed import LATENT, ROPE, SKIP_CORRECTION, TokenspeedKey, fold, signature, tile
-from k3dsl.nvidia.host_object import PREFIX, host_target
 
 
-def compile_object(key: TokenspeedKey, target: str, options: str) -> bytes:
-    """The relocatable object of `key`: a host launcher with the two kernels' cubin inside."""
+def compile_object(key: TokenspeedKey, target: str, options: str, prefix: str) -> bytes:
+    """The relocatable object of `key`: a host launcher, of symbols with `prefix`, with the two kernels' cubin inside."""
     import torch
     from tokenspeed_mla import mla_decode
 
@@ -40,7 +39,7 @@ def compile_object(key: TokenspeedKey, target: str, options: str) -> bytes:
         return compiled[0]
 
     fake_stream = type(make_fake_stream()).__name__
-    ours = f"--gpu-arch {target} {options} --host-target '{host_target()}' remarks{{ptx}}"
+    ours = f"--gpu-arch {target} {options} remarks{{ptx}}"
     # Exporting for another target than the DSL runs on looks the runtime's symbols up in the process.
     ctypes.CDLL(find_runtime_libraries(enable_tvm_ffi=False)[0], ctypes.RTLD_GLOBAL)
     view = {name: getattr(cute, name) for name in dir(cute) if not name.startswith("__")}
@@ -83,7 +82,7 @@ def compile_object(key: TokenspeedKey, target: str, options: str) -> bytes:
         raise CompileError(
             f"tokenspeed_mla's launcher takes {found}, the arguments that are packed are {signature(key)}"
         )
-    data = compiled[0].dump_to_object(PREFIX)
+    data = compiled[0].dump_to_object(prefix)
     if not isinstance(data, bytes):
         raise CompileError(f"the compiler gives a {type(data).__name__} for an object")
     return data
