@@ -20,7 +20,7 @@ from k3dsl.nvidia.core.tokenspeed import LATENT, ROPE, SKIP_CORRECTION, Tokenspe
 
 
 def compile_object(key: TokenspeedKey, target: str, options: str, prefix: str) -> bytes:
-    """The relocatable object of `key`: a host launcher, of symbols with `prefix`, with the two kernels' cubin inside."""
+    """The relocatable object of `key`: a host launcher, its symbols with `prefix`, and the two kernels' cubin."""
     import torch
     from tokenspeed_mla import mla_decode
 
