@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from k3dsl.capture import guard
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     import torch
 
     from k3dsl.cache import Build, Built, CompileCache, CompileKey
+    from k3dsl.compiling import Pool
     from k3dsl.nvidia.prepared import PreparedMla
     from k3dsl.prepared_reference import PreparedReference
 
 _NVIDIA: Final = ("sm_90a", "sm_100a", "sm_103a")
+_AMD: Final = ("gfx950",)
 
 
 class Target(str):
@@ -28,8 +31,8 @@ class Target(str):
 
     @property
     def vendor(self) -> str:
-        """nvidia, or reference."""
-        return "nvidia" if self in _NVIDIA else REFERENCE
+        """nvidia, amd, or reference."""
+        return "nvidia" if self in _NVIDIA else "amd" if self in _AMD else REFERENCE
 
 
 def detect_target(device: "torch.device | str | int | None" = None) -> Target | None:
@@ -81,11 +84,17 @@ def prepare(
 
 def builder_for(key: "CompileKey") -> "Build | None":
     """The function that builds `key`; None where this machine cannot: no compiler, or a target of nobody's."""
-    if key.target not in _NVIDIA:
+    toolchain = _toolchain(key.target)
+    if toolchain is None:
         return None
-    from k3dsl.nvidia.toolchain import build, installed
+    build: Build = toolchain.build
+    return build if toolchain.installed() else None
 
-    return build if installed() else None
+
+def _toolchain(target: str) -> Any:
+    """The module that builds for `target`; None for a target of nobody's."""
+    vendor = Target(target).vendor
+    return None if vendor == REFERENCE else import_module(f"k3dsl.{vendor}.toolchain")
 
 
 @dataclass(frozen=True)
@@ -164,9 +173,7 @@ class _Warmup:
         self._stopped = False
 
     def run(self, jobs: int) -> Report:
-        from k3dsl.nvidia.toolchain import Compilers
-
-        self._compilers = Compilers(jobs)
+        self._pools = {vendor: _toolchain(t).Compilers(jobs) for vendor, t in _vendors(self._keys).items()}
         built, hit, failures = 0, 0, []
         pool = ThreadPoolExecutor(jobs, thread_name_prefix="k3dsl-warmup")
         try:
@@ -187,7 +194,8 @@ class _Warmup:
         finally:  # on Ctrl-C too: compilers are ended at once, so that no thread waits for them
             self._stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
-            self._compilers.close()
+            for compilers in self._pools.values():
+                compilers.close()
             pool.shutdown(wait=True)
         seconds = round(time.monotonic() - self._began, 3)
         return Report(len(self._keys), built, hit, len(failures), seconds, tuple(failures))
@@ -216,11 +224,23 @@ class _Warmup:
     def _build(self, key: "CompileKey") -> "Built":
         if self._stopped:
             raise ToolchainError("the warm-up was stopped")
-        return self._compilers.build(key)
+        compilers: Pool = self._pools[Target(key.target).vendor]
+        return compilers.build(key)
+
+
+def _vendors(keys: "Iterable[CompileKey]") -> dict[str, str]:
+    """The vendors of some keys, each with one of its targets. Raises ConfigError for a target of nobody's."""
+    found = {Target(key.target).vendor: key.target for key in keys}
+    if REFERENCE in found:
+        raise ConfigError(f"target={found[REFERENCE]!r} must be one of {', '.join([*_NVIDIA, *_AMD])}")
+    return found
 
 
 def check_object(key: "CompileKey", payload: bytes) -> None:
     """Raises CompileError or ConfigError unless `payload` is an object of `key`'s target with its parameters."""
+    if Target(key.target).vendor == "amd":
+        _check_amd(key, payload)
+        return
     from k3dsl.nvidia.cubin import parse
     from k3dsl.nvidia.driver import check_params
     from k3dsl.nvidia.toolchain import is_host, kernel_key
@@ -236,3 +256,14 @@ def check_object(key: "CompileKey", payload: bytes) -> None:
     if found.arch != key.target:
         raise CompileError(f"the object of {key.kernel} {key.short} is for {found.arch!r}, not {key.target!r}")
     check_params(found, kernel.params)
+
+
+def _check_amd(key: "CompileKey", payload: bytes) -> None:
+    from k3dsl.amd.codeobject import parse
+    from k3dsl.amd.launch import check_params
+    from k3dsl.amd.toolchain import kernel_key
+
+    found = parse(payload)
+    if found.arch != key.target:
+        raise CompileError(f"the object of {key.kernel} {key.short} is for {found.arch!r}, not {key.target!r}")
+    check_params(found, kernel_key(key.kernel, key.params).params)

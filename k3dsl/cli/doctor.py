@@ -103,7 +103,7 @@ def _torch_sees(count: int) -> list[Check]:
 
 
 def toolchain() -> list[Check]:
-    """Compilers, and what the tokenspeed core of sm_100a and sm_103a is built with."""
+    """Compilers, what the tokenspeed core of sm_100a and sm_103a is built with, and the linker of gfx950."""
     from k3dsl.nvidia.toolchain import CUDA, PINNED, installed
 
     version, wanted = installed(), PINNED["nvidia-cutlass-dsl"]
@@ -115,7 +115,7 @@ def toolchain() -> list[Check]:
         check = Check("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
     else:
         check = Check("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
-    return [check, blackwell()]
+    return [check, blackwell(), *flydsl()]
 
 
 def blackwell() -> Check:
@@ -133,8 +133,27 @@ def blackwell() -> Check:
         command = " ".join(linker())
     except ToolchainError as error:
         return Check("Blackwell core", "warn", str(error), "install a C compiler")
-    text = f"{name} {version}, linked by {command}; no other kernel needs a linker"
+    text = f"{name} {version}, linked by {command}; no other NVIDIA kernel needs a linker"
     return Check("Blackwell core", "ok", text)
+
+
+def flydsl() -> list[Check]:
+    """The compiler of gfx950, and the LLD that links what it compiles."""
+    from k3dsl.amd.toolchain import PINNED, installed, linker
+
+    version, wanted, command = installed(), PINNED["flydsl"], linker()
+    if version is None:
+        text = f"FlyDSL is not installed: objects built with {wanted} can be loaded, none can be built"
+        return [Check("AMD compiler", "info", text, "pip install 'k3dsl[amd]' to build here")]
+    if version != wanted:
+        text = f"FlyDSL {version}, kernels were written for {wanted}"
+        check = Check("AMD compiler", "warn", text, f"pip install 'flydsl=={wanted}'")
+    else:
+        check = Check("AMD compiler", "ok", f"FlyDSL {version}")
+    if command is None:
+        todo = "install LLVM's lld, or pip install ziglang"
+        return [check, Check("AMD linker", "bad", "no ld.lld: nothing can be built for gfx950", todo)]
+    return [check, Check("AMD linker", "ok", f"{' '.join(command)} links objects of gfx950")]
 
 
 def caches() -> list[Check]:

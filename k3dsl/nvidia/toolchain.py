@@ -14,14 +14,8 @@ Private to the DSL, seen in nvidia-cutlass-dsl 4.8.1 and held by tests/compile/t
 """
 
 import os
-import queue
 import re
-import select
-import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +31,7 @@ import msgspec
 from k3dsl.cache.entry import Built
 from k3dsl.cache.key import CompileKey
 from k3dsl.cache.sources import source_digest
+from k3dsl.compiling import BUILD_SECONDS, COLOUR, ChildCompiler, DiedError, Pool, serve, tail, tuples
 from k3dsl.errors import CompileError, ConfigError, ToolchainError
 from k3dsl.nvidia import host_object
 from k3dsl.nvidia.cubin import Cubin, parse
@@ -63,12 +58,9 @@ KERNELS: Final = {
     "mla_epilogue": "k3dsl.nvidia.epilogue:EpilogueKey",
     "mla_tokenspeed": "k3dsl.nvidia.core.tokenspeed:TokenspeedKey",
 }
-#: Far above the slowest build seen (6 s on two busy cores): a build that takes longer hangs.
-BUILD_SECONDS: Final = 600.0
 _INSTALL: Final = "pip install 'k3dsl[nvidia]'"
 _ERROR: Final = re.compile(r"\b(error|fatal)\b\s*[:\]]|\bptxas (error|fatal)\b", re.IGNORECASE)
 _SPILLS: Final = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -152,7 +144,7 @@ def kernel_key(kernel: str, params: Mapping[str, Any]) -> Any:
 
 def _make(maker: str, params: Mapping[str, Any]) -> Any:
     module, _, name = maker.partition(":")
-    return getattr(import_module(module), name)(**{field: _tuples(value) for field, value in params.items()})
+    return getattr(import_module(module), name)(**{field: tuples(value) for field, value in params.items()})
 
 
 def _folder(package: str) -> Path:
@@ -169,70 +161,22 @@ def build(key: CompileKey) -> Built:
         return compiler.build(key)
 
 
-class Compilers:
-    """At most `jobs` child processes, for as many threads: a build takes one that is idle, or waits for one."""
+class Compilers(Pool):
+    """At most `jobs` child processes, for as many threads."""
 
     def __init__(self, jobs: int = 1, *, seconds: float = BUILD_SECONDS) -> None:
-        if jobs < 1:
-            raise ConfigError(f"jobs={jobs!r} must be at least 1")
-        self._all = [Compiler(seconds) for _ in range(jobs)]
-        self._closed = False
-        self._idle: queue.LifoQueue[Compiler] = queue.LifoQueue()  # the last used again first: it has the DSL imported
-        for compiler in self._all:
-            self._idle.put(compiler)
-
-    def __enter__(self) -> "Compilers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends all children, whatever they are doing. Builds that wait for one raise ToolchainError."""
-        self._closed = True
-        for compiler in self._all:
-            compiler.close()
-
-    def build(self, key: CompileKey) -> Built:
-        """See `Compiler.build`."""
-        compiler = self._idle.get()
-        try:
-            if self._closed:
-                raise ToolchainError(f"{key.kernel} ({key.short}) is not built: the compilers were stopped")
-            return compiler.build(key)
-        finally:
-            self._idle.put(compiler)
+        super().__init__(Compiler, jobs, seconds=seconds)
 
 
-class Compiler:
+class Compiler(ChildCompiler):
     """A child process that compiles one key after the other, for one thread at a time. One that dies is replaced."""
 
-    def __init__(self, seconds: float = BUILD_SECONDS) -> None:
-        self._seconds = seconds
-        self._busy = threading.Lock()
-        self._child: _Child | None = None
+    module = "k3dsl.nvidia.toolchain"
 
-    def __enter__(self) -> "Compiler":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the child, whatever it is doing: a build of another thread raises CompileError."""
-        while not self._busy.acquire(timeout=0.05):
-            child = self._child  # again and again: a build may be about to start one
-            if child is not None:
-                child.kill()
-        try:
-            self._drop()
-        finally:
-            self._busy.release()
-
-    def _drop(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+    def environment(self) -> dict[str, str]:
+        """Nothing of the environment that the DSL reads may reach codegen; nor may the child see a GPU."""
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "CUTLASS_"))}
+        return plain | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "NO_COLOR": "1"}
 
     def build(self, key: CompileKey) -> Built:
         """The object of `key`, checked against what was asked for and the target's limits.
@@ -255,18 +199,19 @@ class Compiler:
         started = time.monotonic()
         request = _Request(KERNELS[key.kernel], asdict(kernel), key.target, key.digest)
         try:
-            reply, log = self._ask(request)
-        except _DiedError as death:
-            raise CompileError(f"{title}: {death}{_tail(death.log)}") from None
+            answer, log = self.ask(msgspec.msgpack.encode(request))
+        except DiedError as death:
+            raise CompileError(f"{title}: {death}{tail(death.log)}") from None
+        reply = msgspec.msgpack.decode(answer, type=_Reply)
         if reply.missing:
             raise ToolchainError(f"{title}: {reply.error}")
         if reply.error:
-            raise CompileError(f"{title} does not compile: {_COLOUR.sub('', reply.error)}{_tail(log)}")
+            raise CompileError(f"{title} does not compile: {COLOUR.sub('', reply.error)}{tail(log)}")
         try:
             payload = host_object.link(reply.cubin) if is_host(kernel) else reply.cubin
             found = _kernels(kernel, payload)
         except CompileError as error:
-            raise CompileError(f"{title} compiles to what is {error}{_tail(log)}") from error
+            raise CompileError(f"{title} compiles to what is {error}{tail(log)}") from error
         if is_host(kernel):
             problems = host_object.problems(payload, key.target)
             problems += [p for one in found for p in check(one, "", None, limits)]
@@ -274,7 +219,7 @@ class Compiler:
             problems = check(found[0], log, kernel.params, limits, getattr(kernel, "smem", 0))
         if problems:
             raise CompileError(
-                "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + _tail(log)
+                "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + tail(log)
             )
         stores, loads = _spills(log)
         resources = {**found[0].resources(), "spill_stores": stores, "spill_loads": loads}
@@ -284,16 +229,6 @@ class Compiler:
         resources["build_seconds"] = round(time.monotonic() - started, 3)
         filename = host_object.PAYLOAD if is_host(kernel) else PAYLOAD
         return Built(payload=payload, filename=filename, resources=resources, log=log)
-
-    def _ask(self, request: _Request) -> tuple[_Reply, str]:
-        with self._busy:
-            if self._child is None:
-                self._child = _Child()
-            try:
-                return self._child.ask(request, time.monotonic() + self._seconds)
-            except BaseException:  # dead, late, or Ctrl-C in the middle of something: the next build gets another child
-                self._drop()
-                raise
 
 
 def _kernels(kernel: Any, payload: bytes) -> tuple[Cubin, ...]:
@@ -342,108 +277,17 @@ def _spills(log: str) -> tuple[int, int]:
     return sum(int(s) for s, _ in found), sum(int(load) for _, load in found)
 
 
-def _tail(log: str) -> str:
-    return f"\n{log[-3000:].strip()}" if log.strip() else ""
-
-
-class _DiedError(Exception):
-    """The child ended or did not answer."""
-
-    def __init__(self, why: str, log: str) -> None:
-        super().__init__(why)
-        self.log = log
-
-
-class _Child:
-    """The process, its pipes, the file that takes all it prints, and the folder that it lives in."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="k3dsl-compile-")
-        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # lives as long as the child
-        # Nothing of the environment that the DSL reads may reach codegen; nor may the child see a GPU.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "CUTLASS_"))}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "NO_COLOR": "1"}
-        # The child's own folder is its current one, so what this process imports from must be said in full.
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "k3dsl.nvidia.toolchain"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            cwd=self._folder,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
-        )
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._log):
-            if file is not None:
-                file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def ask(self, request: _Request, deadline: float) -> tuple[_Reply, str]:
-        """The reply, and what was printed on the way to it. Raises _DiedError if there is none by the deadline."""
-        self._log.seek(0)  # the child writes where its copy of this file stands: the place is shared
-        self._log.truncate()
-        data = msgspec.msgpack.encode(request)
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(len(data).to_bytes(8, "little") + data)
-        except BrokenPipeError:
-            pass  # it is dead: reading says so
-        size = int.from_bytes(self._read(8, deadline), "little")
-        reply = msgspec.msgpack.decode(self._read(size, deadline), type=_Reply)
-        return reply, self._printed()
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        pipe = self._process.stdout
-        assert pipe is not None
-        ready = select.poll()  # not select(): a process may have more than 1024 files open
-        ready.register(pipe, select.POLLIN)
-        data = b""
-        while len(data) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not ready.poll(left * 1000):
-                raise _DiedError("the compiler gave no answer in time and was stopped", self._printed())
-            chunk = os.read(pipe.fileno(), size - len(data))
-            if not chunk:
-                status = self._process.wait()
-                how = f"signal {-status}" if status < 0 else f"status {status}"
-                raise _DiedError(f"the compiler process died with {how}", self._printed())
-            data += chunk
-        return data
-
-    def _printed(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        return _COLOUR.sub("", os.pread(self._log.fileno(), size, 0).decode(errors="replace"))
-
-
 # ---- in the child -----------------------------------------------------------------------------------------------
 
 
-def _serve() -> None:
-    """Requests from stdin, replies to what was stdout; whatever anything prints goes to stderr, the parent's file."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    while head := sys.stdin.buffer.read(8):
-        data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
-        try:
-            reply = _Reply(cubin=_compile(msgspec.msgpack.decode(data, type=_Request)))
-        except ToolchainError as problem:
-            reply = _Reply(error=str(problem), missing=True)
-        except Exception as problem:
-            reply = _Reply(error=f"{type(problem).__name__}: {problem}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        encoded = msgspec.msgpack.encode(reply)
-        replies.write(len(encoded).to_bytes(8, "little") + encoded)
-        replies.flush()
+def _answer(data: bytes) -> bytes:
+    try:
+        reply = _Reply(cubin=_compile(msgspec.msgpack.decode(data, type=_Request)))
+    except ToolchainError as problem:
+        reply = _Reply(error=str(problem), missing=True)
+    except Exception as problem:
+        reply = _Reply(error=f"{type(problem).__name__}: {problem}")
+    return msgspec.msgpack.encode(reply)
 
 
 def _compile(request: _Request) -> bytes:
@@ -461,13 +305,6 @@ def _compile(request: _Request) -> bytes:
         options = f"--gpu-arch {request.target} {OPTIONS} --keep-cubin --dump-dir {dump} remarks{{ptx}}"
         cubin = cute.compile(function, *arguments, options=options).artifacts.CUBIN
     return cubin if isinstance(cubin, bytes) else b""  # without a kernel it is no bytes
-
-
-def _tuples(value: Any) -> Any:
-    """Arrays of a message as the tuples that they were."""
-    if isinstance(value, list):
-        return tuple(_tuples(item) for item in value)
-    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 @cache
@@ -501,4 +338,4 @@ def _no_driver() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(_answer)
