@@ -85,6 +85,11 @@ def keep_order() -> None:
     llvm.inline_asm(None, [], "", "~{memory}", has_side_effects=True)
 
 
+def schedule_fence() -> None:
+    """No instruction is moved across this line by the compiler's scheduler. No instruction itself."""
+    fx.rocdl.sched_barrier(0)
+
+
 def drain() -> None:
     """Every load and store that this wave has issued is complete."""
     keep_order()
@@ -133,6 +138,15 @@ def store(buffer: ir.Value, offset: Any, values: Sequence[Any], policy: int = PL
     """1, 2 or 4 dwords to a byte offset, by one instruction."""
     aux = ir.IntegerAttr.get(T.i32, policy)
     rocdl.raw_ptr_buffer_store(join(values), buffer, word(offset), word(0), aux=aux)
+
+
+def scalar_load(address: Any, offset: Any = 0, count: int = 1) -> list[fx.Int32]:
+    """`count` dwords (1 or 2) that nobody writes while the kernel runs, from an address that is the same in all lanes,
+    through the scalar cache: they are in scalar registers, and no vector load has to be waited for.
+    """
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<4>"), raw(address))
+    place = llvm.getelementptr(pointer.type, pointer, [word(offset)], [-(2**31)], T.i8, llvm.GEPNoWrapFlags.none)
+    return split(llvm.load(words_type(count), place, alignment=4 * count, invariant=True), count)
 
 
 def split(value: ir.Value, count: int) -> list[fx.Int32]:
@@ -236,9 +250,9 @@ def uniform(value: fx.Int32) -> fx.Int32:
     return fx.Int32(rocdl.readfirstlane(T.i32, word(value)))
 
 
-def uniform_long(low: fx.Int32, high: fx.Int32) -> fx.Int64:
-    """An address of two dwords, made uniform."""
-    return long(uniform(low)) + (long(uniform(high)) << 32)
+def join_long(low: fx.Int32, high: fx.Int32) -> fx.Int64:
+    """64 bits of two dwords."""
+    return long(low) + (long(high) << 32)
 
 
 def lanes(condition: Any) -> fx.Int64:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flydsl")
 pytest.importorskip("tinygrad")
@@ -18,8 +20,10 @@ flydsl_backend.install()
 
 import mla_pre_device as device  # noqa: E402
 
+from k3dsl.amd.health import decode_health  # noqa: E402
 from k3dsl.amd.mla_pre import kernel  # noqa: E402
-from k3dsl.amd.mla_pre.key import MlaPreBuild  # noqa: E402
+from k3dsl.amd.mla_pre.key import PEER_HEAD, MlaPreBuild, peer_pairs  # noqa: E402
+from k3dsl.reference import mla_pre as reference  # noqa: E402
 from k3dsl.reference.mla_pre import PreWeights  # noqa: E402
 
 pytestmark = pytest.mark.emulator
@@ -46,3 +50,78 @@ def test_every_stage(fields: dict[str, Any], schedule: dict[str, Any], slots: li
     result = device.launch([rank], 3, 5, compiled(key), **schedule)
     device.check(rank)
     assert not result.reports
+
+
+def group(key: MlaPreBuild, seed: int = 7) -> list[device.Rank]:
+    """Ranks with the same activations and each its own q_b."""
+    inputs, w = device.inputs(key, seed), weights()
+    own = [dataclasses.replace(w, w_qb=w.w_qb.roll(192 * 5 * r, 0)) if r else w for r in range(key.ranks)]
+    return [device.Rank(key, own[r], inputs, r) for r in range(key.ranks)]
+
+
+def copies(r: device.Rank) -> list[torch.Tensor]:
+    """The tags in the two copies of a rank's gathered query."""
+    pairs = r.peer[PEER_HEAD:].view(torch.int32).view(2, peer_pairs(r.key.tokens, r.key.ranks), 2)
+    return [pairs[0, :, 1].unique(), pairs[1, :, 1].unique()]
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "seed"), [(8, 1, 1), (2, 3, 2)])
+def test_every_rank_has_all_heads(ranks: int, tokens: int, seed: int) -> None:
+    """Two steps with nothing cleared between them: the heads of all ranks, in rank order, pad heads at the end."""
+    key = MlaPreBuild(tokens=tokens, ranks=ranks, nblocks=2)
+    members = group(key)
+    for epoch in (5, 6):
+        for r in members:
+            r.prefix.copy_(r.inputs["prefix"])
+            r.outs["q_out"].fill_(0x5A)
+            r.outs["kv_cache"].fill_(0xA5)
+        device.launch(members, 3, epoch, compiled(key), model="weak", seed=seed)
+        live, other = copies(members[0])[:: 1 if epoch == 6 else -1]
+        assert live.tolist() == [epoch * 256 + 4]
+        assert other.tolist() == [0 if epoch == 5 else 5 * 256 + 4]  # the copies take turns
+        queries = []
+        for r in members:
+            if epoch == 6 and r.rank < 2:
+                device.check(r)
+            pe = reference.split_heads(reference.project(r.rows("qc"), r.weights.w_qb))[1]
+            queries.append(reference.query(reference.absorb_mxfp4(r.qn, r.weights.w_k, r.weights.w_k_scale), pe))
+        want = reference.gather_heads(queries, key.q_heads).view(torch.uint8)
+        got = members[0].outs["q_out"]
+        assert torch.equal(got[..., :512], want[..., :512])
+        assert (got != want).float().mean() < 0.005
+        assert all(torch.equal(r.outs["q_out"], got) for r in members)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"model": "weak", "seed": 1}, {"seed": 2, "quantum": 700}], ids=str)
+def test_a_stalled_rank_is_told_and_nobody_hangs(schedule: dict[str, Any]) -> None:
+    """Rank 3 sleeps through the bound. Every launch ends; whoever gave up is FAILED for good and has raised its alarm.
+
+    Which ranks give up depends on the schedule: rank 3's own workgroups may be the first, and then the garbage that
+    they pass on carries right tags. Their alarm is there before it.
+    """
+    wait = 60_000  # ticks: the clock of the emulator counts turns and sleep, a sound step takes 2,000 to 7,000
+    fault = {"fault_rank": 3, "fault_epoch": 6, "fault_slot": 3, "fault_ticks": 8 * wait}
+    key = MlaPreBuild(tokens=1, ranks=4, wait_ticks=wait, **fault)
+    members = group(key)
+    alarms = members[0].peer[: 4 * key.ranks].view(torch.int32)
+    for epoch in (5, 6, 7):
+        device.launch(members, 3, epoch, compiled(key), **schedule)
+        failed = [int(r.outs["health"][0]) for r in members]
+        assert alarms.tolist() == failed
+        assert any(failed) if epoch > 5 else not any(failed)
+    for r in members:
+        health = decode_health(r.outs["health"])
+        assert health.failed == bool(health.records) == bool(alarms[r.rank])
+        assert all(g.region in ("xrdy", "qg", "part", "wgt", "msq") for g in health.records)
+        assert all(g.expected == 6 * 256 + 4 and g.seen < g.expected for g in health.records)
+
+
+def test_a_timeline_has_a_stamp_for_each_stage() -> None:
+    key = MlaPreBuild(tokens=1, timeline=True)
+    rank = device.Rank(key, weights(), device.inputs(key, 7))
+    device.launch([rank], 3, 5, compiled(key))
+    stamps = rank.outs["tl"] > 0
+    took = {1: range(56), 2: range(1), 3: range(56), 4: range(28, 256), 6: range(1), 7: range(64, 208)}
+    for point, blocks in (took | {8: range(208, 256)}).items():
+        assert stamps[:, point].nonzero().flatten().tolist() == list(blocks)
+    assert not stamps[:, [5, 9, 10, 11, 12, 13, 14, 15]].any()

@@ -20,6 +20,7 @@ def gate_stage(s: Step) -> None:
     """For workgroups below S."""
     key = s.key
     ns, token = key.sources, s.block
+    s.read_epoch()
     with p.when(s.thread < GROUPS * ns):
         group = p.udiv(s.thread, ns)
         source = s.thread - group * ns

@@ -37,6 +37,7 @@ def gemv_stage(s: Step, task: fx.Int32) -> None:
         [p.load_vector(weight, inner * (HIDDEN * 2) + k + (2048 * i + 64 * q), 4, p.NT) for q in range(4)]
         for i in range(CHUNKS)
     ]
+    s.read_epoch()
     with p.when(s.thread < SLICES):
         poll(s, [Spec("xrdy", s.thread)])
     p.barrier()

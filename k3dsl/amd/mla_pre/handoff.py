@@ -49,7 +49,12 @@ class Step:
         self.wave = p.uniform(self.thread >> 6)
         self.scratch = p.resource(self.args.scratch)
         self.health = p.resource(self.args.health)
-        self.epoch = p.uniform(p.load(p.resource(self.args.epoch), 0)[0])
+        self.epoch = self.tag = fx.Int32(0)
+
+    def read_epoch(self) -> None:
+        """Called by each stage once its first loads are on their way, so that those do not wait for the epoch."""
+        p.schedule_fence()
+        self.epoch = p.scalar_load(self.args.epoch)[0]
         self.tag = ((self.epoch & (2**22 - 1)) << 8) + self.args.layer + 1
 
     def note(self, region: str, space: str, kind: str) -> None:
@@ -58,9 +63,9 @@ class Step:
 
     def peer(self, rank: Any) -> Any:
         """The buffer resource of this step's copy of the gathered query on a rank."""
-        low, high = p.load(p.resource(self.args.peers), fx.Int32(rank) * 8, 2)
+        low, high = p.scalar_load(self.args.peers, fx.Int32(rank) * 8, 2)
         copy = (self.epoch & 1) * (self.regions["qg"].pairs * 8)
-        return p.resource(p.uniform_long(low, high) + p.long(copy))
+        return p.resource(p.join_long(low, high) + p.long(copy))
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,10 @@ def _poll(s: Step, specs: Sequence[Spec], buffer: Any) -> list[list[fx.Int32]]:
 
     def again(held: list[Any]) -> list[Any]:
         p.sleep(1)
-        stop = _give_up(s, specs, wrong(held[:-1]), held[:-1], began)
         p.keep_order()  # or the loads would be taken out of the loop
-        return [*fetch(), stop]
+        fresh = fetch()
+        failed = p.load(s.health, 0, 1, p.SYSTEM)[0]  # with the pairs: one way through the memory an iteration
+        return [*fresh, _stop(s, specs, wrong(fresh), fresh, p.uniform(failed), began)]
 
     held = p.repeat([*first, fx.Int32(0)], waiting, again)
     p.keep_order()
@@ -152,11 +158,12 @@ def _any(conditions: Sequence[Any]) -> Any:
     return found
 
 
-def _give_up(s: Step, specs: Sequence[Spec], bad: list[Any], vectors: list[Any], began: fx.Int64) -> fx.Int32:
-    """1 when the wave must stop waiting: its time is over, or this rank has failed before."""
+def _stop(
+    s: Step, specs: Sequence[Spec], bad: list[Any], vectors: list[Any], failed: fx.Int32, began: fx.Int64
+) -> fx.Int32:
+    """1 when the wave must stop waiting: its time is over, or this rank has failed before. `bad`: what still lacks."""
     now = p.clock()
-    failed = p.uniform(p.load(s.health, 0, 1, p.SYSTEM)[0])
-    late = (now - began) > s.key.wait_ticks
+    late = ((now - began) > s.key.wait_ticks) & (p.lanes(_any(bad)) != 0)
     with p.when(late & (failed == 0)):
         region, index, seen = fx.Int32(0), fx.Int32(0), fx.Int32(0)
         for spec, vector, wrong in reversed(list(zip(specs, vectors, bad, strict=True))):

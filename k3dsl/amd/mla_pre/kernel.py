@@ -78,6 +78,7 @@ def _start(s: Step) -> None:
     _stamp(s, 0)
     key = s.key
     if key.fault_rank >= 0:
+        s.read_epoch()
         hit = (s.block == 0) & (s.args.rank == key.fault_rank)
         hit = hit & (s.epoch == key.fault_epoch) & (s.args.layer == key.fault_slot)
         with p.when(hit):

@@ -32,6 +32,7 @@ def mix_stage(s: Step) -> None:
     column = ((s.block << 7) + (quarter << 2)) * 2
     norm = p.load(p.resource(s.args.in_nw), column, 2)
     count = tokens * (ns + 1)
+    s.read_epoch()
     with p.when(s.thread < count):
         weight = poll(s, [Spec("wgt", s.thread)])[0]
         s.memory.store(s.thread * 4 + WEIGHTS, weight)

@@ -27,11 +27,12 @@ def norm_stage(s: Step) -> None:
     key, a = s.key, s.args
     token, thread = s.block, s.thread
     is_q = s.wave < Q_THREADS // 64
-    slot = p.uniform(p.load(p.resource(a.slots), token * 8)[0])
+    slot = p.scalar_load(a.slots, token * 8)[0]
     base = p.choose(is_q, a.q_nw, a.kv_nw)
     start = p.choose(is_q, fx.Int32(0), fx.Int32(Q_LORA * 2))
     norm = p.load(p.resource(base), thread * 8 - start, 2)
     row = token * (QKV_A // 2)
+    s.read_epoch()
     own, rope = poll(
         s, [Spec("qa", row + thread * 2, 2), Spec("qa", row + (Q_LORA + KV_LORA) // 2 + p.umin(thread, 15) * 2, 2)]
     )

@@ -30,6 +30,7 @@ def q_b_stage(s: Step) -> None:
     weight = p.resource(s.args.w_qb + p.long(task * (ROWS * Q_LORA * 2)))
     k = s.wave * (STEPS * 64) + (group << 4)
     rows = [p.load_vector(weight, inner * (Q_LORA * 2) + k + 64 * q, 4, p.NT) for q in range(STEPS)]
+    s.read_epoch()
     with p.when(s.thread < tokens):
         poll(s, [Spec("qcr", s.thread)])
     p.barrier()

@@ -40,6 +40,7 @@ def slice_stage(s: Step) -> None:
         source = row - t * nb
         offset = (t * a.blocks_token_stride + source * a.blocks_block_stride) * 2 + column
         pending.append((t, source, inside, p.load(blocks, offset, 2)))
+    s.read_epoch()
     weights = [x * y for x, y in zip(p.unpack(norm), p.unpack(score), strict=True)]
 
     inside = s.thread < tokens * 32 if tokens * 32 < THREADS else None

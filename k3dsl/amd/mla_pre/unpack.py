@@ -19,6 +19,7 @@ def unpack_stage(s: Step) -> None:
     units = key.ranks * key.tokens * HEADS * DOUBLES
     if units > GRID * THREADS:
         raise ValueError(f"{units} units are more than {GRID * THREADS} threads")
+    s.read_epoch()
     unit = s.block * THREADS + s.thread
     with p.when(unit < units):
         words = poll(s, [Spec("qg", unit * 2, 2)], s.peer(s.args.rank))[0]

@@ -39,6 +39,7 @@ def _mxfp4(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
     # bytes of any stride: cut out of the aligned dword around them
     around = p.load(p.resource(a.w_k_scale), place & -4)[0]
     weight_scale = p.shr(around, (place & 3) << 3) & 0xFF
+    s.read_epoch()
     words = [w for two in poll(s, [Spec("qn", row + (block << 4) + 2 * j, 2) for j in range(8)]) for w in two]
     largest = fx.Int32(0)
     for w in words:
@@ -69,6 +70,7 @@ def _bf16(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
         offset = base + (piece >> 1) * a.w_k_stride1 + ((piece & 1) << 4)
         pieces.append((piece << 4, p.load_vector(buffer, offset, 4, p.NT)))
     group, inner = s.lane >> 4, s.lane & 15
+    s.read_epoch()
     specs = [Spec("qn", row + 16 * q + (group << 2) + 2 * j, 2) for q in range(4) for j in range(2)]
     words = poll(s, specs)
     for place, value in pieces:
