@@ -15,6 +15,7 @@ from k3dsl.errors import CompileError, ConfigError, K3Error, ToolchainError
 if TYPE_CHECKING:
     import torch
 
+    from k3dsl.amd.prepared import PreparedMlaPre
     from k3dsl.cache import Build, Built, CompileCache, CompileKey
     from k3dsl.compiling import Pool
     from k3dsl.nvidia.prepared import PreparedMla
@@ -66,7 +67,7 @@ def prepare(
     *,
     cache: "CompileCache | None" = None,
     device: "torch.device | str | int | None" = None,
-) -> "PreparedMla | PreparedReference":
+) -> "PreparedMla | PreparedMlaPre | PreparedReference":
     """The prepared object of `plan.target` for one layer: it has `prepare_cache`, `run` and `shapes`.
 
     attention: weights as in k3dsl.MlaWeights, on `device`. cache: where kernels come from; by default the user's.
@@ -77,6 +78,10 @@ def prepare(
         from k3dsl.prepared_reference import PreparedReference
 
         return PreparedReference(plan, attention, device)
+    if plan.target in _AMD:
+        from k3dsl.amd.prepared import prepare_layer as prepare_amd
+
+        return prepare_amd(plan, attention, cache=cache, device=device)
     from k3dsl.nvidia.prepared import prepare_layer
 
     return prepare_layer(plan, attention, cache=cache, device=device)

@@ -9,6 +9,13 @@ from k3dsl.nvidia import device as devices
 from k3dsl.nvidia import driver as drivers
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--aiter-source", metavar="DIR", help="a checkout of aiter to hold the adaptor's contract against")
+    parser.addoption(
+        "--mla-pre-sweep", action="store_true", help="every case of mla_pre on the emulator, about an hour"
+    )
+
+
 @pytest.fixture
 def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A FakeDriver with one H200, in place of the process's driver."""

@@ -174,13 +174,13 @@ def test_tag_slots_of_a_step() -> None:
 
 
 def test_residency() -> None:
-    sound = {"private_segment_bytes": 0, "lds_bytes": 160 * 1024, "vgprs": 256, "threads": 512}
+    sound = {"private": 0, "lds": 160 * 1024, "vgprs": 256, "agprs": 0, "block": [512, 1, 1]}
     assert contract.residency_problems(sound) == []
     for what, value, says in (
-        ("private_segment_bytes", 4, "may be dispatched in parts"),
-        ("lds_bytes", 160 * 1024 + 1, "bytes of LDS"),
-        ("vgprs", 264, "have 256 each"),
-        ("threads", 256, "must have 512"),
+        ("private", 4, "may be dispatched in parts"),
+        ("lds", 160 * 1024 + 1, "bytes of LDS"),
+        ("agprs", 8, "have 256 each"),
+        ("block", [256, 1, 1], "must be of (512, 1, 1)"),
     ):
         found = contract.residency_problems(sound | {what: value})
         assert len(found) == 1

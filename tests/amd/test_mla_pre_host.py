@@ -210,3 +210,38 @@ def test_sizes() -> None:
     assert peer_bytes(MlaPreBuild(tokens=8)) == 0
     pairs = 56 * 8 * 9 * 2 + 8 * 10 + 56 * 8 + 56 + 8 * 1056 + 8 + 8 * 768  # of S = 8, nblocks = 8
     assert scratch_bytes(MlaPreBuild(tokens=8, nblocks=8)) == 16 * (14336 + 3072) + 8 * pairs
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from k3dsl.amd import mla_pre, MlaPreBuild",
+        "from k3dsl.amd import MlaPreBuild, mla_pre",
+        "import k3dsl.amd; mla_pre, MlaPreBuild = k3dsl.amd.mla_pre, k3dsl.amd.MlaPreBuild",
+        "import k3dsl.amd.mla_pre.key as key; from k3dsl.amd import mla_pre; MlaPreBuild = key.MlaPreBuild",
+    ],
+)
+def test_the_function_and_its_package_are_one_name(code: str) -> None:
+    """In whatever order they are imported, in a process of its own."""
+    import subprocess
+    import sys
+
+    check = "print(callable(mla_pre), MlaPreBuild.__name__, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", f"import sys; {code}; {check}"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "MlaPreBuild", "False"]
+
+
+def test_calling_the_package_is_calling_the_function() -> None:
+    import inspect
+
+    from k3dsl.amd import mla_pre
+    from k3dsl.amd.mla_pre.launch import mla_pre as function
+
+    assert inspect.signature(mla_pre) == inspect.signature(function)
+    with pytest.raises(TypeError, match="missing 24 required keyword-only arguments"):
+        mla_pre(KEY)
+    with pytest.raises(ConfigError, match="layer=300"):
+        mla_pre(KEY, **good(layer=300))
+    with pytest.raises(ConfigError, match="mla_pre runs on a GPU, or on the runtime that it is given"):
+        mla_pre(KEY, **good())

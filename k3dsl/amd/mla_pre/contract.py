@@ -187,25 +187,25 @@ def slot_problems(launches: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def residency_problems(resources: Mapping[str, Any], compute_units: int = GRID) -> list[str]:
-    """Whether all 256 workgroups of an object can run at once, from its metadata.
+    """Whether all 256 workgroups of an object can run at once, from its manifest's resources.
 
-    resources: `private_segment_bytes`, `lds_bytes`, `vgprs` (with accumulation registers), `threads`; those that are
-    not there are not judged. compute_units: of the device.
+    resources: `private` and `lds` in bytes, `vgprs`, `agprs`, `block`; those that are not there are not judged.
+    compute_units: of the device.
     """
     bad = []
-    if resources.get("private_segment_bytes", 0):
-        size = resources["private_segment_bytes"]
+    if size := resources.get("private", 0):
         bad.append(f"a private segment of {size} bytes (spills): such a kernel may be dispatched in parts")
-    if resources.get("lds_bytes", 0) > LDS_LIMIT:
-        bad.append(f"{resources['lds_bytes']} bytes of LDS, a compute unit has {LDS_LIMIT}")
-    most = _REGISTER_ROWS // _WAVES_A_SIMD
-    if resources.get("vgprs", 0) > most:
-        bad.append(f"{resources['vgprs']} vector registers, 8 waves of a workgroup have {most} each")
-    if resources.get("threads", THREADS) != THREADS:
-        bad.append(f"workgroups of {resources['threads']} threads, must have {THREADS}")
+    if resources.get("lds", 0) > LDS_LIMIT:
+        bad.append(f"{resources['lds']} bytes of LDS, a compute unit has {LDS_LIMIT}")
+    registers, most = resources.get("vgprs", 0) + resources.get("agprs", 0), _REGISTER_ROWS // _WAVES_A_SIMD
+    if registers > most:
+        bad.append(f"{registers} vector registers, 8 waves of a workgroup have {most} each")
+    block = tuple(resources.get("block", (THREADS, 1, 1)))
+    if block != (THREADS, 1, 1):
+        bad.append(f"workgroups of {block} threads, must be of {(THREADS, 1, 1)}")
     if compute_units < GRID:
         bad.append(
-            f"{compute_units} compute units hold one workgroup each, {GRID} must run at once (a partitioned device?)"
+            f"{compute_units} compute units hold a workgroup each, {GRID} must run at once (a partitioned device?)"
         )
     return bad
 
