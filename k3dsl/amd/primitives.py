@@ -110,6 +110,11 @@ def clock() -> fx.Int64:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
+def address(pointer: Any) -> fx.Int64:
+    """The 64 bits of a pointer parameter."""
+    return fx.Int64(llvm.ptrtoint(T.i64, pointer.llvm_ptr))
+
+
 def resource(address: Any) -> ir.Value:
     """A buffer resource that starts at a 64-bit address, the same in all lanes of the wave. No bounds."""
     pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), raw(address))

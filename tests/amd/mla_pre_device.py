@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +130,7 @@ def inputs(key: MlaPreBuild, seed: int, slots: list[int] | None = None, wide: in
 
 def launch(ranks: list[Rank], layer: int, epoch: int, compiled: Any, **options: Any) -> Any:
     """One step of all ranks together on the emulator; its result. `compiled`: the FlyDSL launcher of their key."""
+    import flydsl.compiler as flyc
     import flydsl.expr as fx
 
     from tools.gfx950 import Memory, flydsl_backend
@@ -148,7 +150,8 @@ def launch(ranks: list[Rank], layer: int, epoch: int, compiled: Any, **options: 
             session.device = r.rank
             alarm = ranks[0].peer.data_ptr() + 4 * r.rank if several else None
             values = r.arguments(layer, table.data_ptr() if several else 0, alarm)
-            compiled(*(fx.Int64(values[n]) if kind == "ptr" else fx.Int32(values[n]) for n, kind in PARAMS))
+            pointer = functools.partial(flyc.from_c_void_p, fx.Uint8, assumed_align=4)
+            compiled(*(pointer(values[n]) if kind == "ptr" else fx.Int32(values[n]) for n, kind in PARAMS))
         return session.run()
 
 

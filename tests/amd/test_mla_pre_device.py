@@ -20,9 +20,10 @@ flydsl_backend.install()
 
 import mla_pre_device as device  # noqa: E402
 
+from k3dsl.amd import toolchain  # noqa: E402
 from k3dsl.amd.health import decode_health  # noqa: E402
-from k3dsl.amd.mla_pre import kernel  # noqa: E402
-from k3dsl.amd.mla_pre.key import PEER_HEAD, MlaPreBuild, peer_pairs  # noqa: E402
+from k3dsl.amd.mla_pre import contract, kernel  # noqa: E402
+from k3dsl.amd.mla_pre.key import LDS_LIMIT, PEER_HEAD, MlaPreBuild, peer_pairs  # noqa: E402
 from k3dsl.reference import mla_pre as reference  # noqa: E402
 from k3dsl.reference.mla_pre import PreWeights  # noqa: E402
 
@@ -50,6 +51,26 @@ def test_every_stage(fields: dict[str, Any], schedule: dict[str, Any], slots: li
     result = device.launch([rank], 3, 5, compiled(key), **schedule)
     device.check(rank)
     assert not result.reports
+
+
+EXTREMES = [{"tokens": 16, "nblocks": 8, "ranks": 8}, {"tokens": 9, "nblocks": 8, "w_uk": "bf16", "qbf16": True}]
+
+
+@pytest.mark.parametrize("fields", [{"tokens": 1, "ranks": 2, "w_uk": "bf16"}, *EXTREMES], ids=str)
+def test_the_order_of_hand_offs(fields: dict[str, Any]) -> None:
+    key = MlaPreBuild(**fields)
+    assert contract.order_problems(key, kernel.trace_events(key)) == []
+    assert contract.layout_problems(key) == []
+
+
+@pytest.mark.parametrize("fields", EXTREMES, ids=str)
+def test_all_workgroups_are_resident(fields: dict[str, Any]) -> None:
+    built = toolchain.build(toolchain.compile_key(MlaPreBuild(**fields), "gfx950"))
+    got = built.resources
+    assert got["private"] == got["vgpr_spills"] == got["sgpr_spills"] == 0
+    assert got["vgprs"] <= 256  # two waves of a workgroup share a SIMD
+    assert got["lds"] <= LDS_LIMIT
+    assert tuple(got["block"]) == (512, 1, 1)
 
 
 def group(key: MlaPreBuild, seed: int = 7) -> list[device.Rank]:

@@ -79,10 +79,8 @@ class Spec:
 
 def put(s: Step, region: str, index: fx.Int32, values: Sequence[fx.Int32], buffer: Any = None) -> None:
     """Stores one or two payload dwords as pairs. `buffer`: the peer's, for a region outside the scratch."""
-    r = s.regions[region]
-    s.note(region, r.space, "put")
-    words = [w for v in values for w in (v, s.tag)]
-    p.store(s.scratch if buffer is None else buffer, index * 8 + r.offset, words, POLICY[r.space])
+    s.note(region, s.regions[region].space, "put")
+    _store(s, region, index, values, s.scratch if buffer is None else buffer)
 
 
 def publish(s: Step, region: str, index: fx.Int32) -> None:
@@ -91,7 +89,12 @@ def publish(s: Step, region: str, index: fx.Int32) -> None:
     p.drain()
     p.barrier()
     with p.when(s.thread == 0):
-        put(s, region, index, [fx.Int32(1)])
+        _store(s, region, index, [fx.Int32(1)], s.scratch)
+
+
+def _store(s: Step, region: str, index: fx.Int32, values: Sequence[fx.Int32], buffer: Any) -> None:
+    r = s.regions[region]
+    p.store(buffer, index * 8 + r.offset, [w for v in values for w in (v, s.tag)], POLICY[r.space])
 
 
 def store_row(s: Step, rows: Rows, offset: fx.Int32, values: Sequence[fx.Int32]) -> None:
