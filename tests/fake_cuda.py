@@ -463,6 +463,6 @@ def fake_build(key: CompileKey) -> Built:
     if is_host(kernel_key(key.kernel, key.params)):
         from fake_host import host_object
 
-        return Built(payload=host_object(key.target), filename="kernel.so", resources={}, log="")
+        return Built(payload=host_object(key.target), filename="kernel.o", resources={}, log="")
     cubin = make_cubin(kernel_key(key.kernel, key.params).params, symbol=f"fake_{key.kernel}", arch=key.target)
     return Built(payload=cubin, filename=PAYLOAD, resources=parse(cubin).resources(), log="")

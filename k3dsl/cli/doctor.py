@@ -9,7 +9,7 @@ import typer
 
 from k3dsl import __version__
 from k3dsl.cli.console import FINDING, Json, emit, out
-from k3dsl.errors import K3Error, ToolchainError
+from k3dsl.errors import K3Error
 
 _MARKS: Final = {
     "ok": "[green]ok[/green]  ",
@@ -119,9 +119,8 @@ def toolchain() -> list[Check]:
 
 
 def blackwell() -> Check:
-    """The package and the linker of objects with host code. All other objects are plain cubins and need neither."""
+    """The package that the tokenspeed core is built from. All that is built needs neither linker nor C compiler."""
     from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
-    from k3dsl.nvidia.host_object import linker
     from k3dsl.nvidia.toolchain import lacks
 
     [(name, version)] = TokenspeedKey.packages.items()
@@ -129,12 +128,7 @@ def blackwell() -> Check:
     if what:
         text = f"{what}: cores of sm_100a and sm_103a can be loaded, none can be built"
         return Check("Blackwell core", "info", text, f"{todo} to build them here")
-    try:
-        command = " ".join(linker())
-    except ToolchainError as error:
-        return Check("Blackwell core", "warn", str(error), "install a C compiler")
-    text = f"{name} {version}, linked by {command}; no other NVIDIA kernel needs a linker"
-    return Check("Blackwell core", "ok", text)
+    return Check("Blackwell core", "ok", f"{name} {version}")
 
 
 def flydsl() -> list[Check]:

@@ -1,8 +1,8 @@
 """The only file that drives CuTe DSL's compiler: a key in, a checked cubin out.
 
 A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (see k3dsl/nvidia/value.py); its
-CompileKey is what the cache knows the object by. A key whose `payload` is "host" has kernels of another package, whose
-host code is kept beside them (k3dsl/nvidia/core/tokenspeed.py, k3dsl/nvidia/host_object.py).
+CompileKey is what the cache knows the object by. A key whose `payload` is "host" has another package's kernels, and its
+object their launcher too (k3dsl/nvidia/host_object.py).
 Compiling happens in a child process that sees no GPU and may die: the DSL is not thread-safe, and LLVM aborts. What is
 kept of other compiles is the cubin alone: no host code, so that objects depend on no host ISA, linker or C compiler.
 
@@ -207,32 +207,25 @@ class Compiler(ChildCompiler):
             raise ToolchainError(f"{title}: {reply.error}")
         if reply.error:
             raise CompileError(f"{title} does not compile: {COLOUR.sub('', reply.error)}{tail(log)}")
+        host = is_host(kernel)
         try:
-            payload = host_object.link(reply.cubin) if is_host(kernel) else reply.cubin
-            found = _kernels(kernel, payload)
+            found = host_object.facts(reply.cubin) if host else (parse(reply.cubin),)
         except CompileError as error:
             raise CompileError(f"{title} compiles to what is {error}{tail(log)}") from error
-        if is_host(kernel):
-            problems = host_object.problems(payload, key.target)
-            problems += [p for one in found for p in check(one, "", None, limits)]
-        else:
-            problems = check(found[0], log, kernel.params, limits, getattr(kernel, "smem", 0))
+        params, smem = None if host else kernel.params, getattr(kernel, "smem", 0)
+        problems = [problem for one in found for problem in check(one, log, params, limits, smem)]
         if problems:
             raise CompileError(
                 "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + tail(log)
             )
         stores, loads = _spills(log)
         resources = {**found[0].resources(), "spill_stores": stores, "spill_loads": loads}
-        if is_host(kernel):
+        if host:
             resources["kernels"] = [one.resources() for one in found]
             resources["registers"] = max(one.registers for one in found)
         resources["build_seconds"] = round(time.monotonic() - started, 3)
-        filename = host_object.PAYLOAD if is_host(kernel) else PAYLOAD
-        return Built(payload=payload, filename=filename, resources=resources, log=log)
-
-
-def _kernels(kernel: Any, payload: bytes) -> tuple[Cubin, ...]:
-    return host_object.facts(payload) if is_host(kernel) else (parse(payload),)
+        filename = host_object.PAYLOAD if host else PAYLOAD
+        return Built(payload=reply.cubin, filename=filename, resources=resources, log=log)
 
 
 def check(found: Cubin, log: str, params: Any, limits: Target, smem: int = 0) -> list[str]:

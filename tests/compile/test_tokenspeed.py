@@ -195,7 +195,7 @@ def test_spills_of_the_packages_reducer_are_recorded_and_not_refused(payload, st
     assert resources["spill_stores"] >= reducer["frame"] > 0
 
 
-def test_two_objects_and_two_loads_of_one_are_libraries_of_their_own(payload):
+def test_two_objects_and_two_loads_of_one_have_code_of_their_own(payload):
     small, large = payload(*SMALL), payload(*LARGE)
     first, second = HostObject(BlackwellDriver(), small, 0), HostObject(BlackwellDriver(), small, 0)
     other = HostObject(BlackwellDriver("sm_103a"), large, 0)
@@ -266,7 +266,7 @@ def test_the_object_needs_no_library_and_says_what_it_is(payload, store):
     assert all(k.frame == k.stack == 0 for k in kernels)  # no spills
     assert parse_all(host_object.cubin_of(data)) == kernels
     entry = store.get(compile_key(SMALL[1], "sm_100a"))
-    assert entry.manifest.payload == "kernel.so"
+    assert entry.manifest.payload == "kernel.o"
     assert entry.resources["spill_stores"] == 0
 
 
@@ -278,7 +278,7 @@ def test_what_is_no_object_is_refused(damage):
 
 
 def test_loading_imports_neither_compiler_nor_package(payload, tmp_path):
-    file = tmp_path / "kernel.so"
+    file = tmp_path / "kernel.o"
     file.write_bytes(payload(*SMALL))
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]);"
