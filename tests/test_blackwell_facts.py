@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from fake_cuda import fake_build
@@ -90,7 +91,7 @@ def test_bands_and_capacity():
         for b in (1, 2, 4, 8)
     ]
     assert [(k.capacity, k.bands) for k in keys] == [(128, 2), (64, 2), (64, 2), (32, 1)]
-    single = tokenspeed.key_for("sm_100a", heads=12, q=1, requests=64, page=64, max_context=128, sm_count=148, lse=True)
+    single = tokenspeed.key_for("sm_100a", heads=12, q=1, requests=64, page=64, max_context=128, sm_count=148, ranks=8)
     assert single == TokenspeedKey(12, capacity=0, lse=True)
 
 
@@ -106,10 +107,37 @@ def test_partials_beyond_32_bit_offsets_are_refused():
 
 
 def test_what_a_key_may_hold():
+    shard = TokenspeedKey(96, 4, lse=True, pack=True, ranks=8, rank=7, interleave=16)
+    assert tokenspeed.supports(shard, "sm_100a") == []
+    for change, field in (
+        ({"rank": 8}, "rank"),
+        ({"ranks": 33}, "ranks"),
+        ({"interleave": 0}, "interleave"),
+        ({"ranks": 1, "rank": 0}, "interleave"),
+        ({"q": 1}, "ranks"),
+        ({"lse": False}, "ranks"),
+    ):
+        [problem] = tokenspeed.supports(replace(shard, **change), "sm_100a")
+        assert problem.startswith(f"{field}=")
     bad = tokenspeed.supports(TokenspeedKey(0, 9, 128, 3, 4), "sm_90a")
     assert [p.partition("=")[0] for p in bad] == ["heads", "q", "page", "capacity", "bands", "target"]
     assert tokenspeed.supports(TokenspeedKey(96, 8, 32, 256, 2, True, True), "sm_103a") == []
     assert [tokenspeed.table_entries(page) for page in (32, 64)] == [4, 2]
+
+
+def test_objects_of_shards():
+    """At q = 1 one object serves every rank; above, each has its own: tokens see what the whole context allows."""
+    shape = {"heads": 96, "page": 64, "max_context": 16384}
+    assert tokenspeed.keys_for("sm_100a", ranks=8, interleave=16, q=1, requests=1, **shape) == (
+        TokenspeedKey(96, capacity=64, lse=True),
+    )
+    keys = tokenspeed.keys_for("sm_100a", ranks=8, interleave=16, q=4, requests=2, **shape)
+    one = TokenspeedKey(96, 4, capacity=16, lse=True, pack=True, ranks=8, interleave=16)
+    assert keys == tuple(replace(one, rank=rank) for rank in range(8))
+    assert tokenspeed.keys_for("sm_100a", ranks=8, rank=3, interleave=16, q=4, requests=2, **shape) == (keys[3],)
+    assert tokenspeed.keys_for("sm_100a", q=4, requests=2, sm_counts=(148,), **{**shape, "heads": 12}) == (
+        TokenspeedKey(12, 4, capacity=64),
+    )
 
 
 # ---- keys of a deployment

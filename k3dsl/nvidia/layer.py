@@ -62,20 +62,14 @@ def shape_keys(
         attend = hopper.choose(heads=heads, q=q, page=page, kv=kv_format)
         cores, merge = (attend,), hopper.merge_key(attend, requests=rows // q)
     elif core == "tokenspeed":
-        counts = sm_counts or tokenspeed.SM_COUNTS[target]
-        cores = tuple(
-            dict.fromkeys(
-                tokenspeed.key_for(
-                    target,
-                    heads=heads,
-                    q=q,
-                    requests=rows // q,
-                    page=page,
-                    max_context=max_context,
-                    sm_count=count,
-                )
-                for count in counts
-            )
+        cores = tokenspeed.keys_for(
+            target,
+            sm_counts=sm_counts or (),
+            heads=heads,
+            q=q,
+            requests=rows // q,
+            page=page,
+            max_context=max_context,
         )
     keys = ShapeKeys(
         query=queries.config(heads, rows, kv_format),

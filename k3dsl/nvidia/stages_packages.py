@@ -68,6 +68,7 @@ class TokenspeedCore:
         rows_of = (key.q * heads * ENTRY, heads * ENTRY, ENTRY)
         pages = (cache.stride(0), cache.stride(1))
         out = (key.q * heads * LATENT, heads * LATENT, LATENT)
+        self._whole = key.ranks > 1
         self._table = _TABLE(0, (requests, 0), (0,))
         self._lengths = _FLAT(0, (requests,))
         self._bounds = _FLAT(0, (requests,))
@@ -88,13 +89,16 @@ class TokenspeedCore:
         self._shape, self._stride = self._table.shape, self._table.strides
         self.launch: Callable[[int], None] = self._plan.launch
 
-    def bind(self, table: int, lengths: int, stride: int) -> None:
-        """Addresses of the metadata and the row stride of the table in entries, for the launches to come."""
+    def bind(self, table: int, lengths: int, stride: int, totals: int = 0) -> None:
+        """Addresses of the metadata and the row stride of the table in entries, for the launches to come.
+
+        totals: of the whole contexts' lengths, where the key has ranks and `lengths` are those of a shard.
+        """
         self._table.data = table
         self._shape[1] = stride
         self._stride[0] = stride
         self._lengths.data = lengths
-        self._bounds.data = lengths
+        self._bounds.data = totals if self._whole else lengths
 
     def launch_first(self, stream: int) -> None:
         """The same after any other work of the stream, which is over when the core starts.

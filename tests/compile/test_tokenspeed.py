@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ SCALE, OUT_SCALE = 192**-0.5, 0.25
 SMALL = ("sm_100a", TokenspeedKey(12, capacity=128, bands=2))
 LARGE = ("sm_103a", TokenspeedKey(12, capacity=128, bands=2))
 GATHERED = ("sm_100a", TokenspeedKey(96, capacity=64, bands=1, lse=True))
+SHARD = ("sm_100a", TokenspeedKey(96, 4, capacity=32, lse=True, pack=True, ranks=8, rank=3, interleave=16))
 SINGLE = ("sm_103a", TokenspeedKey(12, 4, 32, capacity=0, lse=True))
 
 
@@ -58,7 +60,13 @@ class Shape:
         self.driver = BlackwellDriver(target, sm_count)
         self.key, self.requests, rows = key, requests, requests * key.q
         self.work = tokenspeed.work(
-            target, heads=key.heads, q=key.q, requests=requests, max_context=max_context, sm_count=sm_count
+            target,
+            heads=key.heads,
+            q=key.q,
+            requests=requests,
+            max_context=max_context,
+            sm_count=sm_count,
+            pack=key.pack,
         )
         self.cache = torch.zeros(pages, key.page + gap, 576, dtype=torch.uint8)[:, : key.page]
         self.scratch = torch.zeros(rows, key.heads, 576, dtype=torch.uint8)
@@ -69,7 +77,8 @@ class Shape:
         self.lengths = torch.zeros(requests, dtype=torch.int32)
         self.loaded = HostObject(self.driver, data, 0)
         self.core = self.stage()
-        self.core.bind(self.table.data_ptr(), self.lengths.data_ptr(), 8)
+        self.totals = torch.zeros(requests, dtype=torch.int32)
+        self.core.bind(self.table.data_ptr(), self.lengths.data_ptr(), 8, self.totals.data_ptr())
 
     def stage(self, **changes):
         arguments = {
@@ -132,6 +141,25 @@ def test_gathered_heads_have_a_local_bound_and_an_lse(payload, rows, splits):
     core, reducer = shape.driver.launches
     assert (core.grid, core.cluster) == ((2, rows, splits), (2, 1, 1))
     assert shape.lse.data_ptr() in words(reducer)[0]
+
+
+def test_a_shard_with_more_tokens_packs_rows_and_takes_the_whole_lengths_too(payload):
+    target, key = SHARD
+    shape = Shape(payload(target, key), target, key, 2, 148, max_context=16384)
+    assert (shape.work.rows, shape.work.groups, shape.work.splits) == (128, 3, 12)
+    shape.core.launch(STREAM)
+    core, reducer = shape.driver.launches
+    assert (core.grid, core.cluster, core.pdl) == ((2, 3 * 2, 12), (2, 1, 1), True)
+    eights, _ = words(core)
+    assert {shape.lengths.data_ptr(), shape.totals.data_ptr()} <= set(eights)
+    eights, _ = words(reducer)
+    assert shape.lse.data_ptr() in eights
+    assert reducer.grid[0] * reducer.grid[1] * reducer.grid[2] == 2 * 4 * 96 * key.bands
+
+
+def test_without_ranks_the_bounds_of_tokens_are_the_lengths(payload):
+    shape = Shape(payload(*GATHERED), *GATHERED, 2, 148, max_context=16384)
+    assert (shape.core._bounds.data, shape.core._lengths.data) == (shape.lengths.data_ptr(),) * 2
 
 
 @pytest.mark.parametrize("made", [SMALL, LARGE])
@@ -403,11 +431,27 @@ def test_the_split_rule_is_the_packages_own():
                                 ) == package._get_reducer_d_tiles(requests, q, heads, sm_count, cut.splits)
                                 key = tokenspeed.key_for(
                                     target, heads=heads, q=q, requests=requests, page=64, max_context=bound,
-                                    sm_count=sm_count, pack=pack,
+                                    sm_count=sm_count, ranks=8 if pack else 1,
                                 )  # fmt: skip
                                 if cut.splits > 1:
                                     assert key.capacity == package._get_reducer_max_splits(cut.splits)
     assert count > 10_000
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(8, 1), (8, 16), (16, 64), (4, 1)])
+def test_the_packages_bound_of_a_shard_is_the_length_of_the_shard(monkeypatch, ranks, interleave):
+    """What token t of q sees is what a context of total - q + t + 1 keys has on the rank."""
+    from tokenspeed_mla import mla_decode_fp8 as package
+
+    bound = package.BlackwellMultiHeadLatentAttentionForwardFP8._get_dcp_local_bound.__wrapped__
+    monkeypatch.setattr(package, "cute", SimpleNamespace(elem_less=lambda a, b: a < b))
+    monkeypatch.setattr(package, "cutlass", SimpleNamespace(const_expr=bool, min=min))
+    monkeypatch.setattr(package, "Int32", int)
+    for total in (1, 5, interleave, ranks * interleave, ranks * interleave * 9 + interleave + 3, 131072):
+        owned = [bound(SimpleNamespace(cp_world=ranks, cp_rank=r, cp_interleave_size=interleave), total)
+                 for r in range(ranks)]  # fmt: skip
+        owners = [(p // interleave) % ranks for p in range(total)]
+        assert owned == [owners.count(r) for r in range(ranks)]
 
 
 def test_the_compile_function_takes_what_we_pass_and_no_more():

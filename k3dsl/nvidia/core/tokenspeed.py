@@ -20,6 +20,7 @@ TARGETS: Final = ("sm_100a", "sm_103a")
 MAX_Q: Final = 8
 MAX_HEADS: Final = 128
 MAX_SPLITS: Final = 256
+MAX_RANKS: Final = 32
 #: Where the query rows of a request fit 64, sm_100 has a tile for them that one CTA computes; 128 rows take a pair.
 SMALL_TILE: Final = {"sm_100a": 64}
 TILE: Final = 128
@@ -41,6 +42,9 @@ class TokenspeedKey:
     bands       halves of the 512 latents that reducers share a row by, 1 or 2
     lse         whether the base-2 LSE is written
     pack        whether query rows are laid out one after the other instead of folded by whole tokens
+    ranks, rank, interleave    whose shard of a context this is, compiled in where tokens see different numbers of its
+                keys (q > 1): token t sees those below position total - q + t + 1 of the whole context. At q = 1 every
+                key of a shard is seen, and the object serves any rank: 1, 0, 1
     """
 
     heads: int
@@ -50,6 +54,9 @@ class TokenspeedKey:
     bands: int = 1
     lse: bool = False
     pack: bool = False
+    ranks: int = 1
+    rank: int = 0
+    interleave: int = 1
 
     name: ClassVar[str] = "mla_tokenspeed"
     device_module: ClassVar[str] = "k3dsl.nvidia.kernels.tokenspeed"
@@ -76,6 +83,16 @@ def supports(key: TokenspeedKey, target: str) -> list[str]:
         bad.append(f"capacity={key.capacity!r} must be one of {', '.join(map(str, capacities))}")
     if key.bands not in (1, 2):
         bad.append(f"bands={key.bands!r} must be 1 or 2")
+    if not 1 <= key.ranks <= MAX_RANKS:
+        bad.append(f"ranks={key.ranks!r} must be an int from 1 to {MAX_RANKS}")
+    elif not 0 <= key.rank < key.ranks:
+        bad.append(f"rank={key.rank!r} must be an int from 0 to {key.ranks - 1}")
+    if key.interleave < 1:
+        bad.append(f"interleave={key.interleave!r} must be a positive int")
+    if key.ranks == 1 and key.interleave != 1:
+        bad.append(f"interleave={key.interleave!r} must be 1 where ranks is")
+    if key.ranks > 1 and not (key.q > 1 and key.lse):
+        bad.append(f"ranks={key.ranks!r} must be 1 with q={key.q} and lse={key.lse}: shards need q > 1 and an LSE")
     if target not in TARGETS:
         bad.append(f"target={target!r} must be one of {', '.join(TARGETS)}")
     return bad
@@ -171,10 +188,16 @@ def key_for(
     page: int,
     max_context: int,
     sm_count: int,
-    lse: bool = False,
-    pack: bool = False,
+    ranks: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
 ) -> TokenspeedKey:
-    """The object of a shape on a device of `sm_count` SMs."""
+    """The object of a shape on a device of `sm_count` SMs.
+
+    ranks: those that share a context; then `heads` are those of all of them, `max_context` bounds a shard, and
+    tokens are packed: heads * q rows of a request fill tiles better than whole tokens do.
+    """
+    pack = ranks > 1 and q > 1
     cut = work(target, heads=heads, q=q, requests=requests, max_context=max_context, sm_count=sm_count, pack=pack)
     many = cut.splits > 1
     return TokenspeedKey(
@@ -183,9 +206,26 @@ def key_for(
         page,
         capacity=max(4, 1 << (cut.splits - 1).bit_length()) if many else 0,
         bands=bands(requests * q * heads, cut.splits, sm_count),
-        lse=lse,
+        lse=ranks > 1,
         pack=pack and cut.tile == TILE,
+        **({"ranks": ranks, "rank": rank, "interleave": interleave} if pack else {}),
     )
+
+
+def keys_for(
+    target: str, *, sm_counts: tuple[int, ...] = (), ranks: int = 1, rank: int | None = None, **shape: Any
+) -> tuple[TokenspeedKey, ...]:
+    """Every object of a shape: for devices of each SM count (by default, all of `SM_COUNTS`), for `rank` or every rank.
+
+    shape: the other arguments of `key_for`.
+    """
+    members = range(ranks) if rank is None else (rank,)
+    keys = (
+        key_for(target, sm_count=count, ranks=ranks, rank=member, **shape)
+        for member in members
+        for count in sm_counts or SM_COUNTS[target]
+    )
+    return tuple(dict.fromkeys(keys))
 
 
 def table_entries(page: int) -> int:
