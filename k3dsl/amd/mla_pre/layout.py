@@ -137,6 +137,7 @@ X_PITCH: Final = HIDDEN * 2 + 16  # the pad spreads the rows of a column over th
 QC_PITCH: Final = Q_LORA * 2 + 16
 RED_BYTES: Final = 8 * 64 * 4 * 4
 UK_TILE: Final = 4096  # a wave's 128 x 16 tile of a bf16 W_UK
+UK_PITCH: Final = 80  # bytes of a lane's 16 words of the nope query, padded
 
 
 def lds(key: MlaPreBuild) -> Lds:
@@ -147,5 +148,5 @@ def lds(key: MlaPreBuild) -> Lds:
     vals = key.tokens * key.sources * COLUMNS * 4
     x = min(key.tokens, X_TILE) * X_PITCH
     qc = key.tokens * QC_PITCH
-    uk = 8 * UK_TILE if key.w_uk == "bf16" else 0
+    uk = 64 * UK_PITCH + (8 * UK_TILE if key.w_uk == "bf16" else 0)
     return Lds(0, head, stamps, body, body + max(vals, x, qc, uk))

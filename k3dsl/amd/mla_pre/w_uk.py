@@ -15,7 +15,7 @@ import flydsl.expr as fx
 from k3dsl.amd import primitives as p
 from k3dsl.amd.mla_pre.handoff import Spec, Step, poll
 from k3dsl.amd.mla_pre.key import HEADS, NOPE
-from k3dsl.amd.mla_pre.layout import UK_FIRST, UK_GROUPS, UK_TILE
+from k3dsl.amd.mla_pre.layout import UK_FIRST, UK_GROUPS, UK_PITCH, UK_TILE
 from k3dsl.amd.mla_pre.query import put_query
 
 
@@ -25,9 +25,21 @@ def w_uk_stage(s: Step) -> None:
     head, latents = p.shr(task, 5), task & (UK_GROUPS - 1)
     token = s.lane & 15
     row = (p.umin(token, s.key.tokens - 1) * HEADS + head) * (NOPE // 2)
-    product = _mxfp4(s, head, latents, row) if s.key.w_uk == "mxfp4" else _bf16(s, head, latents, row)
+    product = (_mxfp4 if s.key.w_uk == "mxfp4" else _bf16)(s, head, latents, row)
     with p.when(token < s.key.tokens):
         put_query(s, token, head, (latents << 2) + (s.lane >> 4), p.floats(product))
+
+
+def _nope(s: Step, pair: fx.Int32, place: int) -> list[fx.Int32]:
+    """A lane's 16 words of the nope query, in 8 parts of two pairs. All waves of the workgroup have the same head, so
+    wave w polls part w, from `pair` on, and they meet in LDS: an eighth of the polling.
+    """
+    s.read_epoch()
+    words = poll(s, [Spec("qn", pair, 2)])[0]
+    at = s.lane * UK_PITCH + place
+    s.memory.store(at + (s.wave << 3), words)
+    p.barrier()
+    return [w for part in range(4) for w in s.memory.load(at + 16 * part, 4)]
 
 
 def _mxfp4(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
@@ -39,8 +51,7 @@ def _mxfp4(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
     # bytes of any stride: cut out of the aligned dword around them
     around = p.load(p.resource(a.w_k_scale), place & -4)[0]
     weight_scale = p.shr(around, (place & 3) << 3) & 0xFF
-    s.read_epoch()
-    words = [w for two in poll(s, [Spec("qn", row + (block << 4) + 2 * j, 2) for j in range(8)]) for w in two]
+    words = _nope(s, row + (block << 4) + (s.wave << 1), s.lds.body)
     largest = fx.Int32(0)
     for w in words:
         largest = p.umax(p.umax(largest, w & 0x7FFF), p.shr(w, 16) & 0x7FFF)
@@ -70,9 +81,9 @@ def _bf16(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
         offset = base + (piece >> 1) * a.w_k_stride1 + ((piece & 1) << 4)
         pieces.append((piece << 4, p.load_vector(buffer, offset, 4, p.NT)))
     group, inner = s.lane >> 4, s.lane & 15
-    s.read_epoch()
-    specs = [Spec("qn", row + 16 * q + (group << 2) + 2 * j, 2) for q in range(4) for j in range(2)]
-    words = poll(s, specs)
+    # part 2 q + j: words 4 group + 2 j.. of step q
+    pair = row + ((s.wave >> 1) << 4) + (group << 2) + ((s.wave & 1) << 1)
+    words = _nope(s, pair, s.lds.body + 8 * UK_TILE)
     for place, value in pieces:
         s.memory.store_vector(place + tile, value, 4)
     total = p.zeros()
@@ -82,6 +93,5 @@ def _bf16(s: Step, head: fx.Int32, latents: fx.Int32, row: fx.Int32) -> Any:
             k = (group << 3) + (inner >> 2) + (32 * q + 4 * half)
             halves.append(p.lds_transposed(s.memory, tile + (k << 5) + ((inner & 3) << 3)))
         left = p.join([w for h in halves for w in h])
-        right = p.join([*words[2 * q], *words[2 * q + 1]])
-        total = p.mfma_bf16(left, right, total)
+        total = p.mfma_bf16(left, p.join(words[4 * q : 4 * q + 4]), total)
     return total
