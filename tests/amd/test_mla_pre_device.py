@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import random
 from typing import Any
 
 import pytest
@@ -51,6 +52,34 @@ def test_every_stage(fields: dict[str, Any], schedule: dict[str, Any], slots: li
     result = device.launch([rank], 3, 5, compiled(key), **schedule)
     device.check(rank)
     assert not result.reports
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_build_under_any_schedule(seed: int, request: pytest.FixtureRequest) -> None:
+    """Random keys, slots, tags, schedules and norms; 10 s a case, so only with --mla-pre-sweep."""
+    if not request.config.getoption("--mla-pre-sweep"):
+        pytest.skip("only with --mla-pre-sweep")
+    pick = random.Random(seed)
+    key = MlaPreBuild(
+        tokens=pick.randint(1, 16),
+        nblocks=pick.randint(1, 8),
+        delta=pick.random() < 0.7,
+        qbf16=pick.random() < 0.2,
+        w_uk=pick.choice(["mxfp4", "bf16"]),
+        eps=pick.choice([1e-5, 1e-3]),
+        q_eps=pick.choice([1e-5, 1e-2]),
+    )
+    schedule = {
+        "seed": pick.randint(0, 99),
+        "model": pick.choice(["flat", "weak", "weak"]),
+        "quantum": pick.choice([11, 100, 1000, 5000, 100_000]),
+    }
+    slots = [pick.choice([-1, i]) for i in pick.sample(range(64), key.tokens)]
+    w = dataclasses.replace(weights(), eps=key.eps, q_eps=key.q_eps)
+    rank = device.Rank(key, w, device.inputs(key, seed, slots, wide=pick.randint(0, 2)))
+    epoch = pick.choice([1, 5, 2**22 - 1, 2**22, 2**22 + 7, 2**31 - 1])
+    device.launch([rank], pick.randint(0, 255), epoch, kernel.launcher(key)[0], **schedule)
+    device.check(rank)
 
 
 EXTREMES = [{"tokens": 16, "nblocks": 8, "ranks": 8}, {"tokens": 9, "nblocks": 8, "w_uk": "bf16", "qbf16": True}]
