@@ -31,8 +31,10 @@ QB_SUB: Final = 12  # tasks of a head: 8 nope, 4 rope
 QB_TASKS: Final = HEADS * QB_SUB  # 144
 UK_FIRST: Final = 208
 UK_GROUPS: Final = 32  # groups of 16 latent rows
-#: Tokens whose normalized rows are in LDS together: 8 x 14,352 bytes.
-X_TILE: Final = 8
+ROUND: Final = 8 * 128 * 2  # bytes of a row that the eight waves take together, a chunk of 128 columns each
+ROUNDS: Final = HIDDEN * 2 // ROUND  # 7
+#: Most tokens whose whole rows are in LDS together; of more, four rounds of all rows, then three.
+X_WHOLE: Final = 10
 
 #: In the order in which every workgroup walks them.
 STAGES: Final = ("slice", "gate", "mix", "gemv", "norm", "q_b", "w_uk", "unpack")
@@ -123,6 +125,16 @@ def scratch_end(key: MlaPreBuild) -> int:
     return last.offset + last.bytes
 
 
+def x_parts(tokens: int) -> tuple[tuple[int, int], ...]:
+    """(first round, rounds) of the parts in which the rows of x are multiplied."""
+    return ((0, ROUNDS),) if tokens <= X_WHOLE else ((0, 4), (4, 3))
+
+
+def x_pitch(rounds: int) -> int:
+    """Bytes between rows of x in LDS; the pad spreads the rows of a column over the banks."""
+    return rounds * ROUND + 16
+
+
 class Lds(NamedTuple):
     """Byte offsets into a workgroup's LDS."""
 
@@ -133,7 +145,6 @@ class Lds(NamedTuple):
     total: int
 
 
-X_PITCH: Final = HIDDEN * 2 + 16  # the pad spreads the rows of a column over the banks
 QC_PITCH: Final = Q_LORA * 2 + 16
 RED_BYTES: Final = 8 * 64 * 4 * 4
 UK_TILE: Final = 4096  # a wave's 128 x 16 tile of a bf16 W_UK
@@ -146,7 +157,7 @@ def lds(key: MlaPreBuild) -> Lds:
     stamps = head + 64
     body = stamps + (POINTS * 8 if key.timeline else 0)
     vals = key.tokens * key.sources * COLUMNS * 4
-    x = min(key.tokens, X_TILE) * X_PITCH
+    x = key.tokens * max(x_pitch(n) for _, n in x_parts(key.tokens))
     qc = key.tokens * QC_PITCH
     uk = 64 * UK_PITCH + (8 * UK_TILE if key.w_uk == "bf16" else 0)
     return Lds(0, head, stamps, body, body + max(vals, x, qc, uk))

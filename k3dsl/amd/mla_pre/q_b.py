@@ -49,7 +49,7 @@ def q_b_stage(s: Step) -> None:
     for q in range(STEPS):
         sums[q % 2] = p.mfma_bf16(rows[q], s.memory.load_vector(place + 64 * q, 4), sums[q % 2])
     values = [a + b for a, b in zip(p.floats(sums[0]), p.floats(sums[1]), strict=True)]
-    both = reduce(s, values, tokens)
+    both = reduce(s, values)
     with p.when((sub < NOPE_TASKS) & (s.thread < 8 * tokens)):
         pair, token = s.thread & 7, s.thread >> 3
         v0, v1 = both()
