@@ -46,4 +46,22 @@ class LaunchError(K3Error, RuntimeError):
 
 
 class PeerError(K3Error, RuntimeError):
-    """A rank of a context-parallel group did not answer within its bound."""
+    """A rank of a context-parallel group did not answer within its bound.
+
+    rank: who waited; peer: for whom; region, row, parity: for what; seconds: the bound. None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        region: str | None = None,
+        row: int | None = None,
+        parity: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.peer, self.region = rank, peer, region
+        self.row, self.parity, self.seconds = row, parity, seconds

@@ -26,7 +26,7 @@ from k3dsl.nvidia.kernels.ptx import emit
 
 
 @dsl_user_op
-def _load_weight(address, *, loc=None, ip=None):
+def load_weight(address, *, loc=None, ip=None):
     """16 bytes of W_UV. Not by the read-only path, though nothing writes them: ptxas sinks read-only loads below a grid
     dependency wait, and these must be on their way before it."""
     return emit(
@@ -40,7 +40,7 @@ def _load_weight(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def _load_word(address, live, *, loc=None, ip=None):
+def load_word(address, live, *, loc=None, ip=None):
     """4 bytes if `live`, else 0 without touching memory."""
     return emit(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
@@ -127,18 +127,13 @@ class MlaValue:
         g = lane // 4
         c = lane % 4
         m_tiles = self.tile // 16
-        n_tiles = facts.COLUMNS // 8
         chunks = facts.LATENT // facts.WARPS // 32
         column0 = block * facts.COLUMNS
         row0 = row_tile * self.tile
         k0 = warp * (32 * chunks) + 8 * c
 
         # W_UV fragments first: they are older than every kernel of the step.
-        base = weight + (Int64(head) * Int64(head_stride) + Int64(k0)) * 2
-        b = []
-        for n in cutlass.range_constexpr(n_tiles):
-            column = base + Int64(column0 + 8 * n + g) * Int64(v_stride) * 2
-            b.append([_load_weight(column + 64 * i) for i in range(chunks)])
+        b = self.weights(weight, head, head_stride, v_stride, column0 + g, k0)
 
         # The pair of outputs that this thread finishes, and all addresses.
         mine = (thread // 64) * 8 + (thread % 64) // 8
@@ -157,28 +152,51 @@ class MlaValue:
 
         cute.arch.griddepcontrol_wait()
         a = [[ldg_if(row_at[m] + 64 * i, row_live[m]) for i in range(chunks)] for m in range(2 * m_tiles)]
-        logits = _load_word(gate_at, live)
-        length = _load_word(length_at, live)
+        logits = load_word(gate_at, live)
+        length = load_word(length_at, live)
         cute.arch.griddepcontrol_launch_dependents()
 
-        acc = [[[Float32(0.0)] * 4 for _ in range(n_tiles)] for _ in range(m_tiles)]
-        for i in cutlass.range_constexpr(chunks):
-            for s in cutlass.range_constexpr(2):
-                for m in cutlass.range_constexpr(m_tiles):
+        shared = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes(self.tile), 16).toint()
+        self.finish(self.products(a, b), logits, length, shared, thread, warp, lane, out + at * 2, live)
+
+    def weights(self, weight, head, head_stride, v_stride, column, k0):
+        """[n tile][chunk of 32 latents]: this lane's 16 bytes of W_UV, column `column` + 8 n, latents k0.. + 32 chunk."""
+        base = weight + (Int64(head) * Int64(head_stride) + Int64(k0)) * 2
+        b = []
+        for n in range(facts.COLUMNS // 8):
+            at = base + Int64(column + 8 * n) * Int64(v_stride) * 2
+            b.append([load_weight(at + 64 * i) for i in range(facts.LATENT // facts.WARPS // 32)])
+        return b
+
+    def products(self, a, b):
+        """[m tile][n tile]: the tile's outputs summed over the latents of this warp.
+
+        a: [row g + 8 i][chunk], b: `weights`.
+        """
+        acc = [[[Float32(0.0)] * 4 for _ in b] for _ in range(self.tile // 16)]
+        for i in range(len(b[0])):
+            for s in range(2):
+                for m, row in enumerate(acc):
                     upper, lower = a[2 * m][i], a[2 * m + 1][i]
                     fragment = [upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]]
-                    for n in cutlass.range_constexpr(n_tiles):
-                        acc[m][n] = mma_bf16(acc[m][n], fragment, b[n][i][2 * s : 2 * s + 2])
+                    for n in range(len(b)):
+                        row[n] = mma_bf16(row[n], fragment, b[n][i][2 * s : 2 * s + 2])
+        return acc
 
+    def finish(self, acc, logits, length, shared, thread, warp, lane, out, live):
+        """The warps' sums meet in `shared`; a thread gates a pair of outputs (its `logits`) and stores it at `out`.
+
+        Zeros if length <= 0. The whole block calls this together.
+        """
         # Partial sums lie in fragment order, [warp][m][n][half][lane] pairs; a [lane] block is PAIRS long, so that the
         # pairs of one row, half of them in another n tile, are read without a bank conflict.
-        shared = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes(self.tile), 16).toint()
+        m_tiles, n_tiles = len(acc), len(acc[0])
         block_bytes = facts.PAIRS * 8
         warp_bytes = m_tiles * n_tiles * 2 * block_bytes
         write = shared + warp * warp_bytes + lane * 8
-        for m in cutlass.range_constexpr(m_tiles):
-            for n in cutlass.range_constexpr(n_tiles):
-                for h in cutlass.range_constexpr(2):
+        for m in range(m_tiles):
+            for n in range(n_tiles):
+                for h in range(2):
                     where = write + ((m * n_tiles + n) * 2 + h) * block_bytes
                     _store_pair(where, acc[m][n][2 * h], acc[m][n][2 * h + 1])
         x0, x1 = unpack_bf16(logits)
@@ -192,7 +210,7 @@ class MlaValue:
         region = ((m2h // 2) * n_tiles + n) * 2 + m2h % 2
         read = shared + region * block_bytes + (((thread % 64) // 8) * 4 + thread % 4) * 8
         sum0, sum1 = lds_f32x2(read)
-        for w in cutlass.range_constexpr(1, facts.WARPS):
+        for w in range(1, facts.WARPS):
             p0, p1 = lds_f32x2(read + w * warp_bytes)
             sum0 = sum0 + p0
             sum1 = sum1 + p1
@@ -200,7 +218,7 @@ class MlaValue:
         word = pack_bf16(y0 * gate0, y1 * gate1)
         # Selected, not multiplied: latents and gates of an empty request may be NaN.
         word = cutlass.select_(length > 0, word, Int32(0))
-        stg32_if(out + at * 2, word, live)
+        stg32_if(out, word, live)
 
 
 def trace(key: facts.ValueKey, target: str):
