@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import SERVED, Choice, choose
+from k3dsl.nvidia.dcp import MAX_HEADS as RANK_HEADS
+from k3dsl.nvidia.dcp import RANKS
 from k3dsl.nvidia.epilogue import DTYPES, EpilogueKey, epilogue_keys
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class Deployment:
     batches      rows (tokens) of a step, each 1 to 64
     queries      tokens of a request in one step: 1 for plain decode, more for the verification of drafts
     core         attention core, "auto" or one of the target's
-    dcp          ranks that share a context
+    dcp          ranks that share a context: each has `dims.heads` heads and a part of every context
+    interleave   consecutive positions of a context on one rank, for dcp > 1
     epilogues    16-bit dtypes of the engine's tensors (bf16, fp16) that the fused epilogues of this cache format are
                  built for, rotating and not; () for an engine that calls none
 
@@ -52,6 +55,7 @@ class Deployment:
     queries: tuple[int, ...] = (1,)
     core: str = "auto"
     dcp: int = 1
+    interleave: int = 1
     epilogues: tuple[str, ...] = ("bf16",)
 
     def __post_init__(self) -> None:
@@ -92,6 +96,8 @@ class Deployment:
                 core=self.choice(rows, q).core,
                 rows=rows,
                 q=q,
+                dcp=self.dcp,
+                interleave=self.interleave,
                 max_context=self.max_context,
             ).all()
         ]
@@ -125,8 +131,19 @@ class Deployment:
         else:
             wrong_dtypes = [d for d in self.epilogues if d not in DTYPES]
             bad += [f"epilogues: {d!r} must be one of {', '.join(DTYPES)}" for d in wrong_dtypes]
-        if type(self.dcp) is not int or self.dcp != 1:
-            bad.append(f"dcp={self.dcp!r} must be 1: layers that share a context across ranks are not served yet")
+        return bad + self._bad_ranks()
+
+    def _bad_ranks(self) -> list[str]:
+        bad = []
+        heads = self.dims.heads if isinstance(self.dims, MlaDims) else 1
+        if type(self.dcp) is not int or self.dcp not in (1, *RANKS):
+            bad.append(f"dcp={self.dcp!r} must be one of {', '.join(map(str, (1, *RANKS)))}")
+        elif self.dcp > 1 and self.target == REFERENCE:
+            bad.append(f"dcp={self.dcp!r} must be 1 on {REFERENCE}: k3dsl.reference.parallel_layer has the whole group")
+        elif self.dcp > 1 and type(heads) is int and self.dcp * heads > RANK_HEADS:
+            bad.append(f"dcp={self.dcp!r} with {heads} heads must have {RANK_HEADS} heads at most on all ranks")
+        if type(self.interleave) is not int or self.interleave < 1:
+            bad.append(f"interleave={self.interleave!r} must be a positive int")
         return bad
 
     def _bad_target(self) -> list[str]:

@@ -67,10 +67,13 @@ def prepare(
     *,
     cache: "CompileCache | None" = None,
     device: "torch.device | str | int | None" = None,
+    dcp: Any = None,
+    parity: int = 0,
 ) -> "PreparedMla | PreparedMlaPre | PreparedReference":
     """The prepared object of `plan.target` for one layer: it has `prepare_cache`, `run` and `shapes`.
 
     attention: weights as in k3dsl.MlaWeights, on `device`. cache: where kernels come from; by default the user's.
+    dcp, parity: the group's DcpBox and the layer's ordinal among MLA layers modulo 2, for a plan with dcp > 1.
     Layers on one device share executables and scratch memory, so their runs must be ordered, as on one stream. Raises
     ConfigError for weights that do not fit the plan or a device of another target, CaptureError inside a capture.
     """
@@ -82,9 +85,9 @@ def prepare(
         from k3dsl.amd.prepared import prepare_layer as prepare_amd
 
         return prepare_amd(plan, attention, cache=cache, device=device)
-    from k3dsl.nvidia.prepared import prepare_layer
+    from k3dsl.nvidia.prepare import prepare_layer
 
-    return prepare_layer(plan, attention, cache=cache, device=device)
+    return prepare_layer(plan, attention, cache=cache, device=device, dcp=dcp, parity=parity)
 
 
 def builder_for(key: "CompileKey") -> "Build | None":

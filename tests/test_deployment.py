@@ -160,7 +160,9 @@ def test_it_is_frozen_and_compares_by_value():
         ({"core": "reference"}, "must be auto or one of hopper"),
         ({"epilogues": ("bf16", "fp8")}, "epilogues: 'fp8' must be one of bf16, fp16"),
         ({"epilogues": "bf16"}, "epilogues='bf16' must be a tuple of bf16, fp16, or empty"),
-        ({"dcp": 8}, "dcp=8 must be 1"),
+        ({"dcp": 3}, "dcp=3 must be one of 1, 2, 4, 8, 16"),
+        ({"dcp": 16}, "dcp=16 with 12 heads must have 128 heads at most"),
+        ({"interleave": 0}, "interleave=0 must be a positive int"),
         ({"max_context": 0}, "max_context=0 must be an int from 1 to 1048576"),
         ({"dims": MlaDims(heads=7)}, "dims.heads=7 must be one of 6, 12"),
         ({"dims": MlaDims(kv_lora=256)}, "dims.kv_lora=256 must be 512"),
@@ -174,7 +176,7 @@ def test_bad_values_are_named_with_what_is_allowed(changes, message):
 
 def test_every_problem_is_in_one_error():
     with pytest.raises(ConfigError) as caught:
-        Deployment(MlaDims(heads=7), target="sm_90a", kv_format="int8", page_size=7, batches=(99,), core="x", dcp=2)
+        Deployment(MlaDims(heads=7), target="sm_90a", kv_format="int8", page_size=7, batches=(99,), core="x", dcp=3)
     assert "6 problems" in str(caught.value)
     for word in ("heads=7", "int8", "page_size=7", "99", "core='x'", "dcp=2"):
         assert word in str(caught.value)

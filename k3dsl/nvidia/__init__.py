@@ -8,6 +8,11 @@ _PUBLIC = {
     "PreparedMla": "k3dsl.nvidia.prepared",
     "MlaQuery": "k3dsl.nvidia.stages",
     "MlaValue": "k3dsl.nvidia.stages",
+    "DcpBox": "k3dsl.nvidia.dcp_box",
+    "DcpQuery": "k3dsl.nvidia.dcp_stages",
+    "DcpValue": "k3dsl.nvidia.dcp_stages",
+    "local_lengths": "k3dsl.nvidia.dcp_box",
+    "virtual_step": "k3dsl.nvidia.prepared_dcp",
     "compile_core": "k3dsl.nvidia.compiled",
     "core_for": "k3dsl.nvidia.core",
     "pad_requests": "k3dsl.nvidia.metadata",
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
     from k3dsl.nvidia.compiled import compile_core
     from k3dsl.nvidia.core import core_for
     from k3dsl.nvidia.core.packages import stock_decode, trtllm_decode
+    from k3dsl.nvidia.dcp_box import DcpBox, local_lengths
+    from k3dsl.nvidia.dcp_stages import DcpQuery, DcpValue
     from k3dsl.nvidia.epilogue_ops import (
         context_pack,
         context_pack_fp8,
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
     )
     from k3dsl.nvidia.metadata import fill_splits, pad_requests
     from k3dsl.nvidia.prepared import PreparedMla
+    from k3dsl.nvidia.prepared_dcp import virtual_step
     from k3dsl.nvidia.stages import MlaQuery, MlaValue
 
 

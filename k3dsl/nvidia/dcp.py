@@ -141,6 +141,11 @@ def rank_problems(ranks: Any, heads: Any) -> list[str]:
     return []
 
 
+def local_bound(max_context: int, ranks: int) -> int:
+    """Tokens of a context that one rank may hold, for planning: a multiple of 64."""
+    return max_context if ranks == 1 else -(-max_context // (ranks * 64)) * 64
+
+
 def query_config(heads: int, rows: int, kv_format: str, ranks: int, multicast: bool = False) -> DcpQueryKey:
     """The build that serves `rows` rows of `heads` heads of a rank."""
     key = queries.config(heads, rows, kv_format)

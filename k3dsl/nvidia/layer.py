@@ -4,17 +4,19 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from k3dsl.errors import ConfigError
+from k3dsl.nvidia import dcp as parallel
 from k3dsl.nvidia import query as queries
 from k3dsl.nvidia import value as values
-from k3dsl.nvidia.core import hopper, tokenspeed
+from k3dsl.nvidia.core import hopper, hopper_dcp, tokenspeed
 from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
+from k3dsl.nvidia.dcp import DcpQueryKey, DcpValueKey
 from k3dsl.nvidia.query import QueryKey
 from k3dsl.nvidia.value import ValueKey
 
 #: The bound for planning where a caller names none.
 MAX_CONTEXT: Final = 131072
 CoreKey: TypeAlias = hopper.HopperKey | TokenspeedKey
-AnyKey: TypeAlias = QueryKey | CoreKey | hopper.MergeKey | ValueKey
+AnyKey: TypeAlias = QueryKey | DcpQueryKey | CoreKey | hopper.MergeKey | ValueKey | DcpValueKey
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class ShapeKeys:
     several in `cores`, one for each of the devices of a target.
     """
 
-    query: QueryKey
+    query: QueryKey | DcpQueryKey
     cores: tuple[CoreKey, ...]
     merge: hopper.MergeKey | None
-    value: ValueKey
+    value: ValueKey | DcpValueKey
 
     @property
     def core(self) -> CoreKey | None:
@@ -51,37 +53,65 @@ def shape_keys(
     q: int,
     max_context: int = MAX_CONTEXT,
     sm_counts: tuple[int, ...] | None = None,
+    dcp: int = 1,
+    interleave: int = 1,
+    rank: int | None = None,
+    multicast: bool = False,
 ) -> ShapeKeys:
     """The kernels for `rows` rows, q a request. Raises ConfigError with every reason why they cannot be built.
 
-    sm_counts: of the devices that they are for, by default all that a target is sold with; max_context: see Deployment.
+    heads: of a rank; sm_counts: of the devices that they are for, by default all that a target is sold with;
+    max_context, dcp, interleave: see Deployment; rank: whose keys, by default every rank's; multicast: see DcpBox.
     """
+    if dcp > 1:
+        bad = parallel.rank_problems(dcp, heads)
+        if bad:
+            raise ConfigError.of(f"rows={rows}, q={q} on {target}", bad)
     cores: tuple[CoreKey, ...] = ()
     merge = None
     if core == "hopper":
-        attend = hopper.choose(heads=heads, q=q, page=page, kv=kv_format)
+        attend = (hopper_dcp if dcp > 1 else hopper).choose(heads=dcp * heads, q=q, page=page, kv=kv_format)
         cores, merge = (attend,), hopper.merge_key(attend, requests=rows // q)
     elif core == "tokenspeed":
         cores = tokenspeed.keys_for(
             target,
             sm_counts=sm_counts or (),
-            heads=heads,
+            ranks=dcp,
+            rank=rank,
+            heads=dcp * heads,
             q=q,
             requests=rows // q,
             page=page,
-            max_context=max_context,
+            max_context=parallel.local_bound(max_context, dcp),
+            interleave=interleave,
         )
     keys = ShapeKeys(
-        query=queries.config(heads, rows, kv_format),
+        query=parallel.query_config(heads, rows, kv_format, dcp, multicast)
+        if dcp > 1
+        else queries.config(heads, rows, kv_format),
         cores=cores,
         merge=merge,
-        value=ValueKey(heads, values.tile_for(rows)),
+        value=parallel.DcpValueKey(heads, dcp, values.tile_for(rows))
+        if dcp > 1
+        else ValueKey(heads, values.tile_for(rows)),
     )
-    bad = queries.supports(keys.query, target) + values.supports(keys.value, target)
-    for key in cores:
-        bad += hopper.supports(key, target) if isinstance(key, hopper.HopperKey) else tokenspeed.supports(key, target)
-    if merge is not None:
-        bad += hopper.merge_supports(merge, target)
+    bad = []
+    for key in keys.all():
+        bad += _supports(key, target)
     if bad:
         raise ConfigError.of(f"rows={rows}, q={q} on {target}", bad)
     return keys
+
+
+def _supports(key: AnyKey, target: str) -> list[str]:
+    if isinstance(key, QueryKey):
+        return queries.supports(key, target)
+    if isinstance(key, DcpQueryKey):
+        return parallel.query_supports(key, target)
+    if isinstance(key, ValueKey):
+        return values.supports(key, target)
+    if isinstance(key, DcpValueKey):
+        return parallel.value_supports(key, target)
+    if isinstance(key, hopper.MergeKey):
+        return hopper.merge_supports(key, target)
+    return hopper.supports(key, target) if isinstance(key, hopper.HopperKey) else tokenspeed.supports(key, target)

@@ -47,7 +47,8 @@ class PreparedMla:
     query_scratch  uint8 [64, H, 576] (fp8 cache) or [64, H, 1152] (bf16), shared by layers whose runs are ordered
     max_context    tokens that a request may reach, a bound for planning (131072)
     core           "auto" or one of the target's cores
-    dcp, parity    context parallelism; dcp must be None
+    dcp, parity    a DcpBox where ranks share contexts, and the layer's ordinal among MLA layers modulo 2: what is
+                   prepared is then a PreparedDcp, whose page says what else there is to know
     queries        tokens of a request in a step; prepared are all (rows, q) in which q divides rows
     page_size      tokens of a page that the cache must have; by default any that the target serves
     cache          where kernels come from: by default the user's CompileCache
@@ -55,6 +56,14 @@ class PreparedMla:
     The cache's format and page size are those of the tensor that prepare_cache is given. `shapes`: the prepared
     (rows, q). Raises ConfigError with every problem, CaptureError inside a stream capture.
     """
+
+    def __new__(cls, *_arguments: Any, dcp: Any = None, **_named: Any) -> "PreparedMla":
+        """A PreparedDcp where there is a box."""
+        if dcp is not None and cls is PreparedMla:
+            from k3dsl.nvidia.prepared_dcp import PreparedDcp
+
+            cls = PreparedDcp
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -78,8 +87,6 @@ class PreparedMla:
         self._runtime.guard("preparing a layer")
         self._dims = MlaDims(heads=weight.shape[0])
         require_attention(attention, self._dims, self._runtime.torch_device)
-        if dcp is not None:
-            raise ConfigError(f"dcp={dcp!r} must be None: layers that share a context are not served yet")
         # Checks rows, queries, core and max_context, and names the shapes.
         plan = Deployment(
             self._dims,
@@ -88,6 +95,7 @@ class PreparedMla:
             queries=queries,
             core=core,
             max_context=131072 if max_context is None else max_context,
+            dcp=self._admit_box(dcp, parity),
         )
         least = self._dims.pitch
         wrong = [f"pitches[{b}]={p!r} must be a multiple of 8, {least} or more" for b, p in pitches.items()
@@ -101,10 +109,7 @@ class PreparedMla:
         self._core = core
         self._page_size = page_size
         self._store = cache
-        most = max(rows for rows, _ in self.shapes)
-        self._latent = torch.empty(
-            most, self._dims.heads, LATENT, dtype=torch.bfloat16, device=self._runtime.torch_device
-        )
+        self._latent = self._latents(max(rows for rows, _ in self.shapes))
         self._steps: dict[tuple[int, int], _Step] = {}
         # The engine owns its cache: a layer that held it would keep the memory of one that was given up.
         self._kv: Callable[[], Tensor | None] = lambda: None
@@ -123,7 +128,7 @@ class PreparedMla:
         """
         self._runtime.guard("prepare_cache()")
         kv_format = self._check_cache(kv)
-        if self._place == _place(kv):
+        if self._place == place(kv):
             self._kv = ref(kv)
             return
         if self._runtime.torch_device.type == "cuda":
@@ -134,7 +139,7 @@ class PreparedMla:
         # Nothing is changed until all of it is there.
         self._workspaces.append(workspace)
         before = self._steps, self._kv, self._place, self._layouts
-        self._steps, self._kv, self._place, self._layouts = steps, ref(kv), _place(kv), {}
+        self._steps, self._kv, self._place, self._layouts = steps, ref(kv), place(kv), {}
         try:
             self._warm(kv)
         except BaseException:  # not warm, so not bound: what was bound before still is, and another call tries again
@@ -174,7 +179,7 @@ class PreparedMla:
         )
         strides = self._layouts.get(layout)
         source, target = projected.data_ptr(), out.data_ptr()
-        if strides is None or source & 15 or target & 3 or (cache is not self._kv() and _place(cache) != self._place):
+        if strides is None or source & 15 or target & 3 or (cache is not self._kv() and place(cache) != self._place):
             strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
         pitch, table_stride = strides
         keys = lengths.data_ptr()
@@ -206,7 +211,7 @@ class PreparedMla:
         block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
         where = self._runtime.torch_device
         bad = step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths)
-        require("stock_core", bad or _table_problems(step, block_table))
+        require("stock_core", bad or table_problems(step, block_table))
         if isinstance(step.core, TrtllmCore):
             step.core.take(cache, block_table, lengths)
         else:
@@ -219,6 +224,14 @@ class PreparedMla:
         raise ConfigError(f"prepare_dcp({batch!r}): the layer was made with dcp=None")
 
     # ---- preparation
+
+    def _admit_box(self, box: Any, parity: Any) -> int:
+        """How many ranks share a context."""
+        return 1
+
+    def _latents(self, rows: int) -> Tensor:
+        """Where the core's output goes: bf16 [rows, H, 512]."""
+        return torch.empty(rows, self._dims.heads, LATENT, dtype=torch.bfloat16, device=self._runtime.torch_device)
 
     def _check_cache(self, kv: Any) -> str:
         """The format of a cache that can be served."""
@@ -354,12 +367,20 @@ class PreparedMla:
         if isinstance(key, tokenspeed.TokenspeedKey):
             loaded = self._runtime.host(key, self._cache_of_kernels())
             work = self._work(rows, q)
-            core = TokenspeedCore(loaded, key=key, work=work, cache=kv, partial=workspace.partial, **shared)
+            shared |= {"partial": workspace.partial, "lse": self._package_lse()}
+            core = TokenspeedCore(loaded, key=key, work=work, cache=kv, **shared)
             return core, tokenspeed.table_entries(key.page)
         if key is None:
             return TrtllmCore(q=q, max_context=self.max_context, sm_count=sm_count, **shared), 1
         space = {"partial": workspace.partial, "stats": workspace.stats}
-        return HopperCore(load, self._runtime.driver, key=key, sm_count=sm_count, cache=kv, **space, **shared), 1
+        return self._core_of(load, key, sm_count=sm_count, cache=kv, **space, **shared), 1
+
+    def _core_of(self, load: Any, key: Any, **rest: Any) -> HopperCore:
+        return HopperCore(load, self._runtime.driver, key=key, **rest)
+
+    def _package_lse(self) -> int:
+        """Where a package's core writes its LSE; 0: nowhere."""
+        return 0
 
     def _dummy(self, rows: int, q: int) -> "_Dummy":
         """A step that writes nothing to the cache and sees q keys of page 0."""
@@ -418,7 +439,7 @@ class PreparedMla:
             block_table=block_table,
             lengths=lengths,
         )
-        require("run", bad or _table_problems(self._steps[rows, q], block_table))
+        require("run", bad or table_problems(self._steps[rows, q], block_table))
         strides = projected.stride(0) if rows > 1 else self._dims.pitch, block_table.stride(0)
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
@@ -426,7 +447,7 @@ class PreparedMla:
         return strides
 
     def _require_bound(self, cache: Tensor) -> None:
-        if self._place != _place(cache):
+        if self._place != place(cache):
             bound = "none" if self._place is None else f"{self._place[1]:#x} {list(self._place[2])}"
             raise ConfigError(
                 f"cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared ({bound}): call "
@@ -434,7 +455,7 @@ class PreparedMla:
             )
 
 
-def _table_problems(step: _Step, table: Tensor) -> list[str]:
+def table_problems(step: Any, table: Tensor) -> list[str]:
     if table.shape[1] % step.entries:
         return [
             f"block_table has {table.shape[1]} entries a row, must be a multiple of {step.entries}: the core reads the "
@@ -451,42 +472,6 @@ class _Dummy(NamedTuple):
     lengths: Tensor
 
 
-def _place(t: Tensor) -> tuple[Any, ...]:
+def place(t: Tensor) -> tuple[Any, ...]:
     """What makes two cache tensors the same to every kernel."""
     return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()
-
-
-def prepare_layer(
-    plan: Deployment,
-    attention: Any,
-    *,
-    cache: "CompileCache | None" = None,
-    device: "torch.device | str | int | None" = None,
-) -> PreparedMla:
-    """The PreparedMla of a deployment, see `k3dsl.prepare`."""
-    where = _device(attention, device)
-    here = runtime_of(where)
-    if here.device.target != plan.target:
-        raise ConfigError(
-            f"device={str(where)!r} ({here.device.name}) runs {here.device.target or 'no target'}, the plan is for "
-            f"target={plan.target!r}"
-        )
-    require_attention(attention, plan.dims, where)
-    here.guard("prepare()")
-    return PreparedMla(
-        attention,
-        {rows: plan.dims.pitch for rows, _ in plan.shapes()},
-        here.query_scratch(plan.dims.heads, ELEMENT[plan.kv_format]),
-        max_context=plan.max_context,
-        core=plan.core,
-        queries=plan.queries,
-        page_size=plan.page_size,
-        cache=cache,
-    )
-
-
-def _device(attention: Any, device: "torch.device | str | int | None") -> torch.device:
-    if device is not None:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    weight = getattr(attention, "W_UK_T", None)
-    return weight.device if isinstance(weight, Tensor) else torch.device("cuda")

@@ -41,17 +41,18 @@ class MlaQuery:
         projected: Tensor,  # bf16 [rows, >= 2112]
         slots: Tensor,  # int64 [>= rows]
         kv_format: str,
+        extended: tuple[Any, dict[str, Any]] | None = None,  # another key, and what its kernel takes besides
     ) -> None:
         rows, heads = projected.shape[0], scratch.shape[1]
         self.key = query.config(heads, rows, kv_format)
         fixed = {
-            "q_norm": _held(attention.q_a_layernorm.weight),
-            "kv_norm": _held(attention.kv_a_layernorm.weight),
-            "q_b": _held(attention.q_b_proj.weight),
-            "w_uk": _held(attention.W_UK_T),
+            "q_norm": held(attention.q_a_layernorm.weight),
+            "kv_norm": held(attention.kv_a_layernorm.weight),
+            "q_b": held(attention.q_b_proj.weight),
+            "w_uk": held(attention.W_UK_T),
             "query": scratch[:rows],
-            "q_scale_inv": _held(attention._q_scale_inv),
-            "k_scale_inv": _held(attention._k_scale_inv),
+            "q_scale_inv": held(attention._q_scale_inv),
+            "k_scale_inv": held(attention._k_scale_inv),
         }
         self._hold = tuple(fixed.values())
         values = query.arguments(
@@ -63,7 +64,9 @@ class MlaQuery:
             eps=float(attention.rms_norm_eps),
         )
         launch = query.geometry(self.key, heads=heads, rows=rows)
-        self._plan = LaunchPlan(load(self.key), launch, self.key.params, **values)
+        kernel, more = extended or (self.key, {})
+        self.function = load(kernel)
+        self._plan = LaunchPlan(self.function, launch, kernel.params, **values, **more)
         self._projected, self._slots, self._pitch = (self._plan.slot(n) for n in ("projected", "slots", "row_pitch"))
         self.launch: Callable[[int], None] = self._plan.launch
 
@@ -98,6 +101,7 @@ class HopperCore:
         scale: float,
         out_scale: float,
         lse: int = 0,
+        more: dict[str, Any] | None = None,  # what the key's kernel takes besides
     ) -> None:
         self.key = key
         self._hold = scratch, partial, stats, latent
@@ -115,7 +119,7 @@ class HopperCore:
         shared = {"partial": partial.data_ptr(), "stats": stats.data_ptr(), "requests": requests, "splits": splits}
         core = hopper.geometry(key, requests=requests, sm_count=sm_count)
         values = {**maps, **shared, "lengths": 0, "table": 0, "table_stride": 0, "slots": slots}
-        values["scale_log2"] = scale * LOG2E
+        values |= {"scale_log2": scale * LOG2E, **(more or {})}
         self._core = LaunchPlan(load(key), core, key.params, **values)
         self._first = LaunchPlan(load(key), replace(core, pdl=False), key.params, **values)
         merge = hopper.merge_geometry(self.merge_key, key, requests=requests)
@@ -171,7 +175,7 @@ class MlaValue:
         rows, heads = projected.shape[0], latent.shape[1]
         self.key = value.ValueKey(heads, value.tile_for(rows))
         gate = projected[:, query.PROJECTED : query.PROJECTED + heads * value.V]
-        weight = _held(attention.W_UV)
+        weight = held(attention.W_UV)
         self._hold = latent, weight
         values = value.arguments(
             self.key, latent=latent[:rows], weight=weight, gate=gate, lengths=lengths, out=out, q=q
@@ -190,6 +194,6 @@ class MlaValue:
         self._pitch.value = pitch
 
 
-def _held(weight: Tensor) -> Tensor:
+def held(weight: Tensor) -> Tensor:
     """A tensor of our own on the memory of `weight`: it stays whatever the engine's tensor is made to point at."""
     return weight.detach()

@@ -54,7 +54,10 @@ KERNELS: Final = {
     "mla_query": "k3dsl.nvidia.query:QueryKey",
     "mla_value": "k3dsl.nvidia.value:ValueKey",
     "mla_hopper": "k3dsl.nvidia.core.hopper:HopperKey",
+    "mla_hopper_dcp": "k3dsl.nvidia.core.hopper_dcp:HopperDcpKey",
     "mla_merge": "k3dsl.nvidia.core.hopper:MergeKey",
+    "mla_query_dcp": "k3dsl.nvidia.dcp:DcpQueryKey",
+    "mla_value_dcp": "k3dsl.nvidia.dcp:DcpValueKey",
     "mla_epilogue": "k3dsl.nvidia.epilogue:EpilogueKey",
     "mla_tokenspeed": "k3dsl.nvidia.core.tokenspeed:TokenspeedKey",
 }

@@ -34,8 +34,10 @@ def test_one_token_needs_no_core_of_its_own():
     assert type(hopper_dcp.choose(heads=96, q=1, page=64, kv="fp8")) is hopper.HopperKey
 
 
-@pytest.mark.parametrize("kv", hopper.KV)
-@pytest.mark.parametrize(("ranks", "interleave", "rank"), [(2, 1, 0), (8, 1, 7), (4, 16, 1), (2, 64, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "interleave", "rank", "kv"),
+    [(2, 1, 0, "fp8"), (8, 1, 7, "bf16"), (4, 16, 1, "fp8"), (4, 16, 1, "bf16"), (2, 64, 1, "fp8")],
+)
 def test_tokens_see_what_the_whole_context_allows(ranks, interleave, rank, kv):
     """Totals at which the last tokens lie on all, one or none of the ranks; shards of no key."""
     totals = torch.tensor(

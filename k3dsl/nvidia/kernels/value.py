@@ -160,7 +160,7 @@ class MlaValue:
         self.finish(self.products(a, b), logits, length, shared, thread, warp, lane, out + at * 2, live)
 
     def weights(self, weight, head, head_stride, v_stride, column, k0):
-        """[n tile][chunk of 32 latents]: this lane's 16 bytes of W_UV, column `column` + 8 n, latents k0.. + 32 chunk."""
+        """[n tile][chunk]: this lane's 16 bytes of W_UV, column `column` + 8 n, latents k0 + 32 chunk..."""
         base = weight + (Int64(head) * Int64(head_stride) + Int64(k0)) * 2
         b = []
         for n in range(facts.COLUMNS // 8):

@@ -1,0 +1,372 @@
+"""Context-parallel layers on a FakeDriver: what is launched, in which order, with what, and what is refused."""
+
+import threading
+
+import pytest
+import torch
+from fake_runtime import STREAM, Bench, step
+
+from k3dsl import ConfigError, Deployment, MlaDims, NotPrepared, PeerError
+from k3dsl.nvidia import DcpBox, PreparedMla, dcp, local_lengths, virtual_step
+from k3dsl.nvidia.exchange import LocalExchange, StoreExchange, agree
+from k3dsl.nvidia.prepared_dcp import PreparedDcp
+
+RANKS = 2
+
+
+class Group:
+    """Layers of all ranks of a virtual group."""
+
+    def __init__(self, bench: Bench, changes=None, **box) -> None:
+        plan, changes = bench.plan, changes or {}
+        self.bench, self.kv = bench, []
+        self.boxes = DcpBox.virtual(plan.dcp, heads=plan.dims.heads, device="cpu", interleave=16, **box)
+        self.layers = [
+            bench.layer(
+                seed=r,
+                dcp=b,
+                parity=1,
+                query_scratch=torch.zeros(64, plan.dims.heads, 576, dtype=torch.uint8),
+                **changes.get(r, {}),
+            )
+            for r, b in enumerate(self.boxes)
+        ]
+
+    def prepare(self) -> "Group":
+        self.kv = [self.bench.kv() for _ in self.layers]
+        for layer, kv in zip(self.layers, self.kv, strict=True):
+            layer.prepare_cache(kv)
+        return self
+
+    def calls(self, rows: int, q: int = 1) -> list[dict]:
+        one = [step(self.bench.plan.dims, rows, q) for _ in self.layers]
+        totals = torch.full((rows // q,), 9, dtype=torch.int32)
+        return [{**c, "cache": kv, "totals": totals} for c, kv in zip(one, self.kv, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    plan = Deployment(MlaDims.kimi_k3(tp=8), "sm_90a", batches=(1, 4, 32), queries=(1, 4), dcp=RANKS, interleave=16)
+    return Bench(tmp_path_factory.mktemp("objects"), plan)
+
+
+@pytest.fixture
+def group(bench):
+    bench.fake.launches.clear()
+    return Group(bench).prepare()
+
+
+def launched(bench, start: int = 0) -> list[str]:
+    names = {"query_dcp": "query", "DcpCore": "core", "hopper": "core", "merge": "merge", "value_dcp": "value"}
+    found = []
+    for one in bench.fake.launches[start:]:
+        found.append(next((short for part, short in names.items() if part in one.symbol), one.symbol))
+    return found
+
+
+def params(layer, rows, q, stage):
+    one = layer._steps[rows, q]
+    return {"query": one.query.kernel.params, "value": one.value.key.params, "core": one.core.key.params}[stage]
+
+
+def test_keys_of_a_deployment(bench):
+    names = [key.kernel for key in bench.plan.keys()]  # noqa: SIM118 - a method
+    assert set(names) - {"mla_epilogue"} == {
+        "mla_query_dcp",
+        "mla_hopper",
+        "mla_hopper_dcp",
+        "mla_merge",
+        "mla_value_dcp",
+    }
+    core = next(k for k in bench.plan.keys() if k.kernel == "mla_hopper_dcp")  # noqa: SIM118
+    assert core.params["heads"] == 24
+
+
+@pytest.mark.parametrize("changes", [{"dcp": 3}, {"dcp": True}, {"dcp": 16}, {"interleave": 0}])
+def test_a_deployment_names_ranks_that_cannot_be(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        Deployment(MlaDims.kimi_k3(tp=8), "sm_90a", **changes)
+
+
+def test_a_box_makes_another_layer(group):
+    assert all(type(layer) is PreparedDcp for layer in group.layers)
+    assert all(isinstance(layer, PreparedMla) for layer in group.layers)
+    assert type(group.bench.layer) is not PreparedDcp
+
+
+def test_preparing_reaches_no_other_rank(bench):
+    """Launches that warm up send to the rank's own box, and wait for nothing; then the box is armed."""
+    bench.fake.launches.clear()
+    group = Group(bench)
+    kv = bench.kv()
+    group.layers[1].prepare_cache(kv)
+    box, layer = group.boxes[1], group.layers[1]
+    shapes = len(layer.shapes)
+    assert len(bench.fake.launches) == 4 * shapes
+    rows, q = layer.shapes[0]
+    query, _, _, value = bench.fake.launches[:4]
+    assert query.values(params(layer, rows, q, "query"))["limit"] == 0
+    assert query.values(params(layer, rows, q, "query"))["peers"] == box.alone[0].data_ptr()
+    assert value.values(params(layer, rows, q, "value"))["peers"] == box.alone[1].data_ptr()
+    assert value.values(params(layer, rows, q, "value"))["lse_peers"] == box.alone[2].data_ptr()
+    assert value.grid[0] == value.values(params(layer, rows, q, "value"))["pushers"]  # nobody merges
+    assert (box.alone[1] == box.partial.data_ptr()).all()
+    assert box.armed()
+    assert layer._steps[rows, q].query._peers.value == box.q_peers.data_ptr()
+
+
+@pytest.mark.parametrize(("rows", "q"), [(1, 1), (4, 4), (32, 1)])
+def test_a_virtual_step(group, rows, q):
+    start = len(group.bench.fake.launches)
+    calls = group.calls(rows, q)
+    virtual_step(group.layers, calls, q)
+    new = group.bench.fake.launches[start:]
+    assert len(new) == RANKS + 3 * RANKS + 2 * RANKS
+    assert {one.stream for one in new} == {STREAM}
+    for r, layer in enumerate(group.layers):
+        box, call, one = group.boxes[r], calls[r], layer._steps[rows, q]
+        publish = new[r].values(one.query.kernel.params)
+        gather = new[RANKS + 3 * r].values(one.query.kernel.params)
+        core = new[RANKS + 3 * r + 1].values(one.core.key.params)
+        push = new[4 * RANKS + r].values(one.value.key.params)
+        merge = new[5 * RANKS + r].values(one.value.key.params)
+        assert (publish["limit"], gather["limit"]) == (0, box.limit)
+        assert publish["peers"] == gather["peers"] == box.q_peers.data_ptr()
+        assert gather["rank"] == push["rank"] == merge["rank"] == r
+        assert gather["parity"] == push["parity"] == merge["parity"] == 1
+        assert gather["projected"] == call["projected"].data_ptr()
+        assert core["lengths"] == call["lengths"].data_ptr()
+        assert core["table"] == call["block_table"].data_ptr()
+        if q > 1:
+            assert core["totals"] == call["totals"].data_ptr()
+            assert (core["ranks"], core["rank"], core["interleave"]) == (RANKS, r, 16)
+        for half in (push, merge):
+            assert half["lengths"] == call["lengths"].data_ptr()
+            assert half["totals"] == call["totals"].data_ptr()
+            assert half["out"] == call["out"].data_ptr()
+            assert half["gate"] == call["projected"].data_ptr() + 2 * 2112
+        grid = dcp.value_grid(one.value.key, rows=rows, sm_count=132)
+        assert (push["pushers"], new[4 * RANKS + r].grid[0]) == (grid.pushers, grid.pushers)
+        assert (merge["pushers"], new[5 * RANKS + r].grid[0]) == (0, grid.mergers)
+
+
+def test_the_core_reads_the_mailbox_and_writes_its_lse(group):
+    layer, box = group.layers[0], group.boxes[0]
+    core = layer._steps[4, 1].core
+    assert core._core.slot("query").address == box.q[1].data_ptr()
+    assert core._merge.slot("lse").value == box.rows_lse.data_ptr()
+    assert core._merge.slot("out").value == box.rows.data_ptr()
+    assert core._merge.slot("columns").value == 24
+
+
+def test_a_step_of_a_real_rank(group):
+    """As of a process of its own: one launch a stage, pushers and mergers together."""
+    layer, box = group.layers[1], group.boxes[1]
+    box.is_virtual = False
+    start = len(group.bench.fake.launches)
+    layer.run(**group.calls(4)[1])
+    query, _core, _merge, value = group.bench.fake.launches[start:]
+    one = layer._steps[4, 1]
+    assert query.values(one.query.kernel.params)["limit"] == 10 * 10**9
+    assert value.grid == (sum(one.value.grid), 1, 1)
+    assert value.values(one.value.key.params)["pushers"] == one.value.grid.pushers
+
+
+def test_missing_requests_are_padded_with_totals(group):
+    call = group.calls(4)[0]
+    short = {name: call[name][:3] for name in ("block_table", "lengths", "totals")}
+    group.boxes[0].is_virtual = False
+    group.layers[0].run(**{**call, **short})
+    assert len(group.bench.fake.launches)
+
+
+def test_refusals_of_a_step(group):
+    calls = group.calls(4)
+    with pytest.raises(ConfigError, match="virtual_step"):
+        group.layers[0].run(**calls[0])
+    with pytest.raises(ConfigError, match="parity"):
+        virtual_step(group.layers[::-1], calls)
+    with pytest.raises(ConfigError, match="2 ranks"):
+        virtual_step(group.layers[:1], calls[:1])
+    with pytest.raises(ConfigError, match="totals"):
+        virtual_step(group.layers, [{**c, "totals": None} for c in calls])
+    with pytest.raises(ConfigError, match="lengths is int64"):
+        virtual_step(group.layers, [{**c, "totals": c["totals"].long()} for c in calls])
+    with pytest.raises(NotPrepared):
+        virtual_step(group.layers, group.calls(2))
+
+
+def test_a_wait_that_was_given_up_poisons_the_box(group):
+    box = group.boxes[0]
+    box.check()
+    box._alarm.value = dcp.record("partial", peer=1, row=17, rank=0, parity=1)
+    calls = group.calls(4)
+    start = len(group.bench.fake.launches)
+    for _ in range(2):
+        with pytest.raises(PeerError, match="rank 0 waited 10 s for rank 1: region partial") as caught:
+            virtual_step(group.layers, calls)
+        error = caught.value
+        assert (error.rank, error.peer, error.region, error.row, error.parity, error.seconds) == (
+            0, 1, "partial", 17, 1, 10.0,
+        )  # fmt: skip
+    assert len(group.bench.fake.launches) == start
+    box.q[0, 3] = 5
+    assert not box.armed()
+    for one in group.boxes:
+        one.reset()
+    assert box.armed()
+    virtual_step(group.layers, calls)
+
+
+def test_a_stopped_rank_launches_nothing(group):
+    start = len(group.bench.fake.launches)
+    virtual_step(group.layers, group.calls(4), stopped=(1,))
+    new = group.bench.fake.launches[start:]
+    assert len(new) == 6
+    assert {one.values(params(group.layers[0], 4, 1, "query"))["rank"] for one in new[:2]} == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"queries": (1,)}, "queries"),
+        ({"max_context": 4096}, "max_context"),
+        ({"parity": 0}, "parity"),
+        ({"pitches": {1: 4096, 4: 4096, 32: 4096}}, "pitches"),
+    ],
+)
+def test_plans_that_differ_are_named(bench, changes, name):
+    group = Group(bench)
+    if "parity" in changes:
+        group.layers[1].parity = 0
+    else:
+        arguments = {"query_scratch": torch.zeros(64, 12, 576, dtype=torch.uint8), "parity": 1, **changes}
+        group.layers[1] = bench.layer(dcp=group.boxes[1], **arguments)
+    group.layers[0].prepare_cache(bench.kv())
+    with pytest.raises(ConfigError, match=f"{name} differs: rank 0 has .*rank 1 has"):
+        group.layers[1].prepare_cache(bench.kv())
+    assert group.layers[1]._place is None
+
+
+def test_a_launch_that_cannot_be_resident_is_refused(bench):
+    group = Group(bench)
+    driver = bench.runtime.driver
+    real, driver.max_active_clusters = driver.max_active_clusters, lambda function, launch: 11
+    try:
+        with pytest.raises(ConfigError, match="12 clusters of 8 CTAs that wait for other ranks, and this device holds"):
+            group.layers[0].prepare_cache(bench.kv())
+    finally:
+        driver.max_active_clusters = real
+    assert group.layers[0]._place is None
+
+
+def test_prepare_dcp(group):
+    for layer in group.layers:
+        layer.prepare_dcp(4)
+    with pytest.raises(ConfigError, match=r"prepare_dcp\(5\) must be one of"):
+        group.layers[0].prepare_dcp(5)
+    with pytest.raises(ConfigError, match="no cache is bound"):
+        Group(group.bench).layers[0].prepare_dcp(4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 13, "ranks": 16},
+        {"ranks": 3},
+        {"interleave": 0},
+        {"kv_format": "fp16"},
+        {"timeout": 0},
+        {"timeout": 1e9},
+        {"heads": True},
+    ],
+)
+def test_refused_boxes(changes):
+    arguments = {"ranks": 2, "heads": 12, "device": "cpu", **changes}
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        DcpBox.virtual(arguments.pop("ranks"), **arguments)
+
+
+def test_refused_layers(bench):
+    boxes = DcpBox.virtual(2, heads=6, device="cpu")
+    with pytest.raises(ConfigError, match="6 heads a rank"):
+        bench.layer(dcp=boxes[0])
+    with pytest.raises(ConfigError, match="parity=2"):
+        bench.layer(dcp=DcpBox.virtual(2, heads=12, device="cpu")[0], parity=2)
+    with pytest.raises(ConfigError, match="DcpBox"):
+        bench.layer(dcp=object())
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (8, 1), (4, 16), (16, 64)])
+def test_local_lengths(ranks, interleave):
+    totals = torch.tensor([0, 1, ranks - 1, ranks, 17, 4099, 63, 64, 65])
+    every = [local_lengths(totals, ranks=ranks, rank=r, interleave=interleave) for r in range(ranks)]
+    assert all(x.dtype == torch.int32 for x in every)
+    for i, total in enumerate(totals.tolist()):
+        owners = [(p // interleave) % ranks for p in range(total)]
+        assert [int(x[i]) for x in every] == [owners.count(r) for r in range(ranks)]
+    with pytest.raises(ConfigError):
+        local_lengths(totals, ranks=2, rank=2)
+
+
+# ---- what ranks tell each other
+
+
+def ranks_of(size: int, seconds: float = 5.0) -> list[StoreExchange]:
+    store = torch.distributed.HashStore()
+    return [StoreExchange(store, r, size, seconds) for r in range(size)]
+
+
+def together(*work):
+    """Calls, each in a thread; their errors."""
+    errors: list[BaseException | None] = [None] * len(work)
+
+    def one(i):
+        try:
+            work[i]()
+        except BaseException as error:
+            errors[i] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(work))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    return errors
+
+
+def test_facts_are_compared_on_every_rank():
+    a, b = ranks_of(2)
+    same, other = {"heads": 12, "shapes": [[1, 1]]}, {"heads": 6, "shapes": [[1, 1]]}
+    assert together(lambda: agree(a, "x", same), lambda: agree(b, "x", same)) == [None, None]
+    errors = together(lambda: agree(a, "x", same), lambda: agree(b, "x", other))
+    assert all(isinstance(e, ConfigError) and "heads differs: rank 0 has 12, rank 1 has 6" in str(e) for e in errors)
+    assert "shapes" not in str(errors[0])
+
+
+def test_a_rank_that_does_not_come_is_named():
+    a, _ = ranks_of(2, seconds=0.2)
+    with pytest.raises(PeerError, match=r"rank 0 waited 0.2 s in reset for rank 1") as caught:
+        a.share("reset", {})
+    assert (caught.value.rank, caught.value.peer, caught.value.region) == (0, 1, "reset")
+
+
+def test_a_rank_that_failed_says_so():
+    a, b = ranks_of(2)
+    errors = together(lambda: a.share("prepare_cache", {}), lambda: b.fail("prepare_cache", ValueError("no page")))
+    assert isinstance(errors[0], ConfigError)
+    assert "rank 1 failed: ValueError: no page" in str(errors[0])
+
+
+def test_ranks_that_do_different_things():
+    a, b = ranks_of(2)
+    errors = together(lambda: a.share("reset", {}), lambda: b.share("prepare_cache", {}))
+    assert all("all ranks must do the same" in str(e) for e in errors)
+
+
+def test_ranks_of_one_process_see_those_before_them():
+    rounds: dict = {}
+    a, b = (LocalExchange(rounds, r) for r in range(2))
+    agree(a, "x", {"heads": 12})
+    with pytest.raises(ConfigError, match="heads differs"):
+        agree(b, "x", {"heads": 6})
