@@ -178,7 +178,7 @@ def test_every_problem_is_in_one_error():
     with pytest.raises(ConfigError) as caught:
         Deployment(MlaDims(heads=7), target="sm_90a", kv_format="int8", page_size=7, batches=(99,), core="x", dcp=3)
     assert "6 problems" in str(caught.value)
-    for word in ("heads=7", "int8", "page_size=7", "99", "core='x'", "dcp=2"):
+    for word in ("heads=7", "int8", "page_size=7", "99", "core='x'", "dcp=3"):
         assert word in str(caught.value)
 
 
