@@ -16,6 +16,18 @@ _PUBLIC = {
     "MlaPreRank": "k3dsl.amd.rank",
     "MlaPreWeights": "k3dsl.amd.weights",
     "PreparedMlaPre": "k3dsl.amd.prepared",
+    **dict.fromkeys(
+        [
+            "PreparedSparseMla",
+            "flydsl_sparse_mla_fp8ds_fwd",
+            "flydsl_sparse_mla_fp8ds_supported",
+            "flydsl_sparse_mla_fp8ds_warmup",
+            "sparse_mla_problems",
+        ],
+        "k3dsl.amd.sparse_mla.launch",
+    ),
+    "SparseMlaKey": "k3dsl.amd.sparse_mla.key",
+    **dict.fromkeys(["fp8_ds_mla_pack", "fp8_ds_mla_unpack"], "k3dsl.reference.sparse_mla"),
 }
 
 __all__ = list(_PUBLIC)
@@ -26,8 +38,17 @@ if TYPE_CHECKING:
     from k3dsl.amd.mla_pre.launch import build, mla_pre
     from k3dsl.amd.prepared import PreparedMlaPre
     from k3dsl.amd.rank import MlaPreRank
+    from k3dsl.amd.sparse_mla.key import SparseMlaKey
+    from k3dsl.amd.sparse_mla.launch import (
+        PreparedSparseMla,
+        flydsl_sparse_mla_fp8ds_fwd,
+        flydsl_sparse_mla_fp8ds_supported,
+        flydsl_sparse_mla_fp8ds_warmup,
+        sparse_mla_problems,
+    )
     from k3dsl.amd.weights import MlaPreWeights
     from k3dsl.reference.mxfp4 import even_code, mxfp4_quantize
+    from k3dsl.reference.sparse_mla import fp8_ds_mla_pack, fp8_ds_mla_unpack
 
 
 def __getattr__(name: str) -> Any:

@@ -160,6 +160,10 @@ class LaunchPlan:
             raise ConfigError.of(f"launch of {self._executable.facts.symbol}", bad)
         self._launch = launch
 
+    def launch_as(self, launch: Launch, stream: int) -> None:
+        """Launches in another shape, which must be one that the kernel takes: it is not checked again."""
+        self._runtime.launch(self._prepared, launch, stream)
+
     @property
     def launch_facts(self) -> Launch:
         """The launch as it is now."""

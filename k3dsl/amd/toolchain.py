@@ -1,6 +1,6 @@
 """The only file that drives FlyDSL's compiler: a key in, a checked code object out.
 
-A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (see k3dsl/amd/sparse_mla.py);
+A kernel key is a frozen dataclass of scalars with `name`, `device_module` and `params` (k3dsl/amd/sparse_mla/key.py);
 its CompileKey is what the cache knows the object by. Compiling happens in a child process that sees no GPU and may die:
 FlyDSL is not thread-safe, LLVM aborts, and LLVM's diagnostics do not fail a compile, so all that is printed is read.
 What is kept is the code object alone, as llvm-objdump reads it: no host code, no FlyDSL cache, no pickles.
@@ -42,7 +42,7 @@ PAYLOAD: Final = "kernel.hsaco"
 #: CompileKey.kernel -> class of the kernel key. `compile_key` adds those of kernels that live elsewhere.
 KERNELS: Final = {
     "mla_pre": "k3dsl.amd.mla_pre.key:MlaPreBuild",
-    "sparse_mla": "k3dsl.amd.sparse_mla:SparseMlaKey",
+    "sparse_mla": "k3dsl.amd.sparse_mla.key:SparseMlaKey",
 }
 #: Names of LLVM's linker, the one that is run first; then the one that ziglang brings.
 LINKERS: Final = ("ld.lld", "ld.lld-22", "ld.lld-21", "ld.lld-20", "ld.lld-19", "ld.lld-18")
