@@ -155,6 +155,7 @@ def why(
     max_context: args.MaxContext = None,
     core: args.Core = None,
     dcp: args.Dcp = None,
+    interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     json: Json = False,
 ) -> None:
@@ -165,7 +166,19 @@ def why(
     Example: k3dsl cache why --target sm_90a --batches 1-8 --queries 1,4
     """
     given = args.PlanArguments(
-        plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp, epilogues
+        plan,
+        model,
+        tp,
+        target,
+        kv_format,
+        batches,
+        queries,
+        page_size,
+        max_context,
+        core,
+        dcp,
+        interleave,
+        epilogues,
     )
     cache = open_cache()
     if key is not None:

@@ -19,6 +19,7 @@ def plan(
     max_context: args.MaxContext = None,
     core: args.Core = None,
     dcp: args.Dcp = None,
+    interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     json: Json = False,
 ) -> None:
@@ -27,7 +28,19 @@ def plan(
     Example: k3dsl plan --target sm_90a --batches 1-8 --queries 1,4 --json
     """
     given = args.PlanArguments(
-        plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp, epilogues
+        plan,
+        model,
+        tp,
+        target,
+        kv_format,
+        batches,
+        queries,
+        page_size,
+        max_context,
+        core,
+        dcp,
+        interleave,
+        epilogues,
     )
     plans = given.deployments()
     shapes, keys = shape_rows(plans), key_rows(plans)

@@ -29,13 +29,17 @@ PageSize = Annotated[int | None, typer.Option(help="Tokens of a cache page.", sh
 MaxContext = Annotated[int | None, typer.Option(help="Tokens that a request may reach.", show_default="131072")]
 Core = Annotated[str | None, typer.Option(help="Attention core.", show_default="auto")]
 Dcp = Annotated[int | None, typer.Option(help="Ranks that share a context.", show_default="1")]
+Interleave = Annotated[
+    int | None, typer.Option(help="Consecutive positions of a context on one rank.", show_default="1")
+]
 Epilogues = Annotated[
     str | None,
     typer.Option(help="Dtypes that the fused epilogues are built for: bf16, fp16, none.", show_default="bf16"),
 ]
 
 _NAMES: Final = (
-    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "epilogues"
+    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "interleave",
+    "epilogues",
 )  # fmt: skip
 
 #: Numbers of a range, at most: far more than any step has rows.
@@ -74,6 +78,7 @@ class PlanArguments:
     max_context: int | None = None
     core: str | None = None
     dcp: int | None = None
+    interleave: int | None = None
     epilogues: str | None = None
 
     def deployments(self) -> list[Deployment]:

@@ -24,6 +24,7 @@ def warmup(
     max_context: args.MaxContext = None,
     core: args.Core = None,
     dcp: args.Dcp = None,
+    interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at work.", show_default="cores")] = os.cpu_count() or 1,
     json: Json = False,
@@ -35,7 +36,19 @@ def warmup(
     Example: k3dsl warmup --target sm_90a,sm_100a --batches 1-8,16,32,64 --queries 1,4
     """
     given = args.PlanArguments(
-        plan, model, tp, target, kv_format, batches, queries, page_size, max_context, core, dcp, epilogues
+        plan,
+        model,
+        tp,
+        target,
+        kv_format,
+        batches,
+        queries,
+        page_size,
+        max_context,
+        core,
+        dcp,
+        interleave,
+        epilogues,
     )
     plans = given.deployments()
     from k3dsl.cache import CompileCache

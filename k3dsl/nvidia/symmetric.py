@@ -8,7 +8,6 @@ there is none). A tensor may begin after its allocation's start, so every rank s
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ def exchange_of(group: Any, seconds: float) -> StoreExchange:
         raise ConfigError("this process is not in the group")
     store = dist.distributed_c10d._get_default_store()
     prefix = dist.PrefixStore(f"k3dsl/{group.group_name}/{next(_boxes)}", store)
-    prefix.set_timeout(timedelta(seconds=seconds))
     return StoreExchange(prefix, rank, size, seconds)
 
 
