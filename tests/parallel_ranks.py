@@ -112,7 +112,7 @@ def disagree_boxes(me: Any, case: ParallelCase, changes: list[dict[str, Any]]) -
     """A box is made with changes[rank]; the text of the ConfigError, or nothing."""
     from k3dsl.nvidia import DcpBox
 
-    arguments = {"heads": case.heads, "interleave": case.interleave, "timeout": 5.0, **changes[me.rank]}
+    arguments = {"heads": case.heads, "interleave": case.interleave, "prepare_timeout": 40.0, **changes[me.rank]}
     try:
         DcpBox(**arguments)
     except ConfigError as error:

@@ -52,7 +52,7 @@ class Kernels:
     def box(self, case: ParallelCase, timeout: float) -> Any:
         from k3dsl.nvidia import DcpBox
 
-        return DcpBox(heads=case.heads, interleave=case.interleave, timeout=timeout)
+        return DcpBox(heads=case.heads, interleave=case.interleave, timeout=timeout, prepare_timeout=40.0)
 
     def layer(self, case: ParallelCase, shard: ref.Shard, box: Any, parity: int = 0, **changes: Any) -> Any:
         layer = self._prepared(case, shard, dcp=box, parity=parity, **changes)
