@@ -19,7 +19,7 @@ pytestmark = [
 DCP = 2
 BOUND = 1.0
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-GPU_KEYS = plan(DCP, 12, [(8, 1), (32, 4)])
+GPU_KEYS = plan(DCP, 12, [(8, 1), (32, 4), (8, 4)])
 ranks = question("ranks")
 
 

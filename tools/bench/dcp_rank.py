@@ -328,16 +328,15 @@ def kernel_ways(layers: Sequence[Layer], box: Any, store: Any) -> tuple[list[Way
 def group_us(calls: Sequence[Callable[[], None]], shape: Shape) -> float:
     """us of a call: the median of replays of a graph of all calls, every rank starting together."""
     rounds = max(1, CALLS // len(calls))
+    quiet(shape.dry)
     if shape.dry:
-        dist.barrier()
         began = time.perf_counter()
         for call in calls:
             call()
         return (time.perf_counter() - began) * 1e6 / len(calls)
     for call in calls:
         call()
-    torch.cuda.synchronize()
-    dist.barrier()
+    quiet(shape.dry)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(rounds):
@@ -357,6 +356,15 @@ def group_us(calls: Sequence[Callable[[], None]], shape: Shape) -> float:
     return statistics.median(times[2:]) / (len(calls) * rounds)
 
 
+def quiet(dry: bool = False) -> None:
+    """Until nothing is under way on any rank."""
+    if not dry:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if not dry:
+        torch.cuda.synchronize()
+
+
 def measure(me: Any, shape: Shape, timeout: float) -> dict[str, Any]:
     """Both ways of a shape on this rank: us of a layer and of its parts, and how far their results differ."""
     box = None
@@ -368,6 +376,7 @@ def measure(me: Any, shape: Shape, timeout: float) -> dict[str, Any]:
     layers = [Layer(shape, me.rank, index, device) for index in range(shape.layers)]
     ours, theirs = dry_ways(layers) if shape.dry else kernel_ways(layers, box, _store())
     times: dict[str, float] = {"us": group_us([way.run for way in ours], shape)}
+    quiet(shape.dry)
     armed = True if box is None else box.armed()
     if box is not None:
         box.check()
@@ -382,8 +391,7 @@ def measure(me: Any, shape: Shape, timeout: float) -> dict[str, Any]:
     times["nccl_merge_us"] = group_us([way.merge for way in theirs], shape)
     errors = [_error(layer) for layer in layers]
     if box is not None:
-        torch.cuda.synchronize()
-        dist.barrier()
+        quiet()
         box.reset()
     del layers, ours, theirs
     if not shape.dry:
@@ -439,9 +447,11 @@ def _check(me: Any, case: ParallelCase, dry: bool, timeout: float) -> dict[str, 
         live = want.any(dim=1)
         errors.append(relative_error(out[live], want[live]))
         zeros &= bool((out[~live] == 0).all())
+    quiet(dry)
     armed = box is None or box.armed()
     if box is not None:
         box.check()
+    quiet(dry)
     return {"case": case.id, "error": max(errors), "zeros": zeros, "armed": armed}
 
 
