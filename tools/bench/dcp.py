@@ -1,6 +1,6 @@
 """Context parallelism: us a layer on N GPUs against the same kernels with NCCL, its parts, and that it is right.
 
-    k3dsl warmup --target sm_90a --dcp N --batches 1,4,16,64,8,32 --queries 1,4      where the compiler is; and --dcp 1
+    python tools/bench/dcp.py --ranks N --build              where the compiler is: the objects, into the user's cache
     python tools/bench/dcp.py --ranks N [--json FILE]        N GPUs of this host, a process each, started from here
     python tools/bench/dcp.py --virtual D                    D ranks in turns on one GPU: right or not, and a rough time
     python tools/bench/dcp.py --ranks 2 --dry-run            no GPU: processes, collectives and arithmetic, no kernels
@@ -84,28 +84,30 @@ class Bench:
 
     def _steps(self, group: Any) -> None:
         o = self.options
-        virtual, module = bool(o.virtual), "k3dsl_bench.dcp_virtual" if o.virtual else "k3dsl_bench.dcp_rank"
+        virtual = bool(o.virtual)
+        checks, times = ("dcp_virtual", "dcp_virtual") if virtual else ("dcp_check", "dcp_rank")
         if not virtual:
             backend = "gloo" if o.dry_run else "nccl"
             self.document["devices"] = group.call(
                 "k3dsl_bench.ranks:join", backend, ranks.free_port(), 60.0, timeout=120
             )
         say(f"checking {self.dcp} ranks against one device")
-        self._checked(group.call(f"{module}:check", self.dcp, o.heads, o.dry_run, TIMEOUT, timeout=o.step))
-        for shape in self._shapes():
+        self._checked(group.call(f"k3dsl_bench.{checks}:check", self.dcp, o.heads, o.dry_run, TIMEOUT, timeout=o.step))
+        for shape in self.shapes():
             if time.monotonic() - self.began > o.budget:
                 self.document["skipped"].append(f"rows {shape.rows}, q {shape.q}, context {shape.context}: out of time")
                 continue
             say(f"rows {shape.rows}, q {shape.q}, context {shape.context}")
-            self._measured(shape, group.call(f"{module}:measure", shape, TIMEOUT, timeout=o.step))
+            self._measured(shape, group.call(f"k3dsl_bench.{times}:measure", shape, TIMEOUT, timeout=o.step))
             self._write()
         if not virtual:
             say("killing the last rank")
             shape = self._shape(1, 1, 64 * self.dcp)
             dead = self.dcp - 1
-            self._lost(group.call(f"{module}:lose", shape, dead, LOST, timeout=60, dying=(dead,)), dead)
+            self._lost(group.call(f"k3dsl_bench.{checks}:lose", shape, dead, LOST, timeout=60, dying=(dead,)), dead)
 
-    def _shapes(self) -> list[Any]:
+    def shapes(self) -> list[Any]:
+        """What is measured."""
         o = self.options
         batches, contexts = (BATCHES[:2], (1024,)) if o.quick or o.dry_run else (BATCHES, CONTEXTS)
         if o.dry_run:
@@ -169,6 +171,23 @@ class Bench:
         path.write_text(json.dumps(runs, indent=2) + "\n")
 
 
+def build(options: argparse.Namespace) -> int:
+    """Builds the objects of a call with these options into the user's cache; 0 if all are there."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from k3dsl import CompileCache
+    from k3dsl.nvidia.toolchain import Compilers, compile_key
+
+    cache, keys = CompileCache(), work.kernel_keys(Bench(options).shapes())
+    with Compilers(2) as compilers, ThreadPoolExecutor(2) as pool:
+        jobs = {key: pool.submit(cache.get_or_build, compile_key(key, work.TARGET), compilers.build) for key in keys}
+    failed = {key: job.exception() for key, job in jobs.items() if job.exception() is not None}
+    for key, error in failed.items():
+        say(f"{key}: {error}")
+    print(f"{len(keys)} objects, {len(failed)} failed, in {cache.root}")
+    return 1 if failed else 0
+
+
 def say(text: str) -> None:
     """Progress, on standard error."""
     print(text, file=sys.stderr, flush=True)
@@ -219,6 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interleave", type=int, choices=(1, 16, 64), default=1)
     parser.add_argument("--json", type=Path, default=RESULTS, help="results, beside those of other numbers of ranks")
     parser.add_argument("--commit", help="the commit to record, where there is no git history")
+    parser.add_argument("--build", action="store_true", help="build the objects that the same call needs, no more")
     parser.add_argument("--quick", action="store_true", help="two small batches, short contexts")
     parser.add_argument("--dry-run", action="store_true", help="on CPUs: the reference in place of the kernels")
     parser.add_argument("--budget", type=float, default=360.0, help="seconds after which no further shape is begun")
@@ -226,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.virtual and options.dry_run:
         parser.error("--dry-run is for --ranks: the tests run virtual ranks on the CPU")
+    if options.build:
+        return build(options)
     if options.dry_run:
         options.heads = 1
     else:

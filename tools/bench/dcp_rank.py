@@ -7,10 +7,7 @@ the partials weighted in torch, reduce-scatter, value kernel; all of it captured
 With `dry` everything but the kernels is done, on the CPU and over gloo: the reference stands for the kernels.
 """
 
-import contextlib
 import math
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3dsl import MlaDims, MlaWeights, PeerError
+from k3dsl import MlaDims, MlaWeights
 from k3dsl import reference as ref
 from k3dsl.cli.bench import question
 from k3dsl.scenario import relative_error
-from k3dsl.scenario_parallel import INTERLEAVES, ParallelCase, deal, new_slots
+from k3dsl.scenario_parallel import new_slots
 
 harness = question("harness")
 PAGE: Final = 64
@@ -35,6 +32,9 @@ CALLS: Final = 24
 #: Cycles that a device idles before a timed graph, so that all of it is queued when it begins (about 1 ms).
 IDLE: Final = 2_000_000
 MAX_CONTEXT: Final = 131072
+TARGET: Final = "sm_90a"
+#: (rows, q) of the checks against one device.
+CHECKED: Final = ((8, 1), (32, 4))
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,20 @@ class Shape:
     def layers(self) -> int:
         """How many layers the graph rotates over, so that one finds nothing in L2: even, as parities alternate."""
         return 2 if self.dry else (harness.rotation(self.bytes) + 1) // 2 * 2
+
+
+def kernel_keys(shapes: Sequence[Shape]) -> list[Any]:
+    """The kernels that checks and measurements of these shapes load, each once."""
+    from k3dsl.nvidia.layer import shape_keys
+
+    first = shapes[0]
+    facts = {"target": TARGET, "heads": first.heads, "kv_format": "fp8", "page": PAGE, "core": "hopper"}
+    found = []
+    for rows, q in dict.fromkeys([*CHECKED, *((s.rows, s.q) for s in shapes)]):
+        found += shape_keys(**facts, rows=rows, q=q, max_context=MAX_CONTEXT, dcp=first.dcp).all()
+        alone = shape_keys(**facts, rows=rows, q=q, max_context=MAX_CONTEXT)
+        found += [alone.query, alone.value]  # of the layer with collectives
+    return list(dict.fromkeys(found))
 
 
 class Layer:
@@ -240,9 +254,9 @@ def dry_ways(layers: Sequence[Layer]) -> tuple[list[Way], list[Way]]:
 
         def run(layer: Layer = layer, query: Any = query) -> None:
             d, shape = layer.shape.dcp, layer.shape
-            whole = ref.gathered(_everyone(query(), d)).view(torch.float8_e4m3fn)
+            whole = ref.gathered(everyone(query(), d)).view(torch.float8_e4m3fn)
             mine = ref.partial_of(whole, layer.shard, layer.rank, d, layer.totals, shape.q, shape.interleave)
-            sent = list(zip(_everyone(mine[0], d), _everyone(mine[1], d), strict=True))
+            sent = list(zip(everyone(mine[0], d), everyone(mine[1], d), strict=True))
             box = ref.partial_mailbox(sent, layer.rank, shape.rows)
             layer.out.copy_(ref.received(*box, layer.shard, layer.totals, shape.q))
 
@@ -250,13 +264,13 @@ def dry_ways(layers: Sequence[Layer]) -> tuple[list[Way], list[Way]]:
     return ours, theirs
 
 
-def _everyone(tensor: Tensor, count: int) -> list[Tensor]:
+def everyone(tensor: Tensor, count: int) -> list[Tensor]:
     found = [torch.empty_like(tensor) for _ in range(count)]
     dist.all_gather(found, tensor.contiguous())
     return found
 
 
-def kernel_ways(layers: Sequence[Layer], box: Any, store: Any) -> tuple[list[Way], list[Way]]:
+def kernel_ways(layers: Sequence[Layer], box: Any, objects: Any) -> tuple[list[Way], list[Way]]:
     """(ours, nccl) with the kernels. The box's mailbox of queries serves the collectives as well: arm it afterwards."""
     from k3dsl.nvidia import PreparedMla
     from k3dsl.nvidia.runtime import runtime_of
@@ -270,7 +284,7 @@ def kernel_ways(layers: Sequence[Layer], box: Any, store: Any) -> tuple[list[Way
         scratch = runtime.query_scratch(shape.heads, 1)
         prepared = PreparedMla(
             layer.weights, {shape.rows: pitch}, scratch, max_context=MAX_CONTEXT, queries=(shape.q,), dcp=box,
-            parity=parity, page_size=PAGE, cache=store,
+            parity=parity, page_size=PAGE, cache=objects,
         )  # fmt: skip
         prepared.prepare_cache(layer.cache)
         call = layer.call(layer.out)
@@ -278,7 +292,7 @@ def kernel_ways(layers: Sequence[Layer], box: Any, store: Any) -> tuple[list[Way
         step = prepared._steps[shape.rows, shape.q]
 
         def load(key: Any) -> Any:
-            return runtime.function(key, store)
+            return runtime.function(key, objects)
 
         latent = torch.empty(shape.rows, shape.heads, 512, dtype=torch.bfloat16, device=layer.device)
         query = MlaQuery(load, layer.weights, cache=layer.cache, scratch=scratch, projected=layer.projected,
@@ -374,7 +388,7 @@ def measure(me: Any, shape: Shape, timeout: float) -> dict[str, Any]:
         box = DcpBox(heads=shape.heads, interleave=shape.interleave, timeout=timeout)
     device = "cpu" if shape.dry else f"cuda:{me.rank}"
     layers = [Layer(shape, me.rank, index, device) for index in range(shape.layers)]
-    ours, theirs = dry_ways(layers) if shape.dry else kernel_ways(layers, box, _store())
+    ours, theirs = dry_ways(layers) if shape.dry else kernel_ways(layers, box, store())
     times: dict[str, float] = {"us": group_us([way.run for way in ours], shape)}
     quiet(shape.dry)
     armed = True if box is None else box.armed()
@@ -403,101 +417,7 @@ def _error(layer: Layer) -> float:
     return relative_error(layer.out, layer.nccl_out)
 
 
-def _store() -> Any:
+def store() -> Any:
     from k3dsl import CompileCache
 
     return CompileCache()
-
-
-# ---- checks
-
-
-def check(me: Any, dcp: int, heads: int, dry: bool, timeout: float) -> list[dict[str, Any]]:
-    """This rank against one device (the reference) for short, odd and long requests, padding, ranks without a key."""
-    found = []
-    for interleave in INTERLEAVES:
-        for q in (1, 4):
-            totals = (1, 3, 17, 0) if dry else ()
-            case = ParallelCase(dcp, interleave, q, heads=heads, totals=totals)
-            found.append(_check(me, case, dry, timeout))
-    return found
-
-
-def _check(me: Any, case: ParallelCase, dry: bool, timeout: float) -> dict[str, Any]:
-    device = "cpu" if dry else f"cuda:{me.rank}"
-    steps = [deal(case, device=device, seed=seed, ranks=(me.rank,)) for seed in range(2)]
-    box: Any = None
-    if not dry:
-        from k3dsl.nvidia import DcpBox
-
-        box = DcpBox(heads=case.heads, interleave=case.interleave, timeout=timeout)
-    errors, zeros = [], True
-    for parity, step in enumerate(steps):
-        shard = step.shards[me.rank]
-        out = torch.full((case.rows, case.heads * 128), torch.nan, dtype=torch.bfloat16, device=device)
-        if dry:
-            queries = _everyone(_published(shard), case.dcp)
-            whole = ref.gathered(queries).view(torch.float8_e4m3fn)
-            mine = ref.partial_of(whole, shard, me.rank, case.dcp, step.totals, case.q, case.interleave)
-            sent = list(zip(_everyone(mine[0], case.dcp), _everyone(mine[1], case.dcp), strict=True))
-            out.copy_(ref.received(*ref.partial_mailbox(sent, me.rank, case.rows), shard, step.totals, case.q))
-        else:
-            _kernel_step(case, shard, step.totals, box, parity, out)
-        want = step.block(step.expected(), me.rank)
-        live = want.any(dim=1)
-        errors.append(relative_error(out[live], want[live]))
-        zeros &= bool((out[~live] == 0).all())
-    quiet(dry)
-    armed = box is None or box.armed()
-    if box is not None:
-        box.check()
-    quiet(dry)
-    return {"case": case.id, "error": max(errors), "zeros": zeros, "armed": armed}
-
-
-def _published(shard: ref.Shard) -> Tensor:
-    ref.insert(shard.projected, shard.attention, shard.cache, shard.slots)
-    return ref.query(shard.projected, shard.attention).view(torch.uint8)
-
-
-def _kernel_step(case: ParallelCase, shard: ref.Shard, totals: Tensor, box: Any, parity: int, out: Tensor) -> None:
-    from k3dsl.nvidia import PreparedMla
-
-    scratch = torch.zeros(64, case.heads, 576, dtype=torch.uint8, device=out.device)
-    pitch = shard.projected.stride(0)
-    layer = PreparedMla(shard.attention, {case.rows: pitch}, scratch, max_context=MAX_CONTEXT, queries=(case.q,),
-                        dcp=box, parity=parity, page_size=case.page, cache=_store())  # fmt: skip
-    layer.prepare_cache(shard.cache)
-    layer.run(shard.projected, out, cache=shard.cache, slots=shard.slots, block_table=shard.block_table,
-              lengths=shard.lengths, totals=totals, q=case.q)  # fmt: skip
-    torch.cuda.synchronize()
-
-
-def lose(me: Any, shape: Shape, dead: int, bound: float) -> dict[str, Any]:
-    """Rank `dead` is killed after two steps; what the others are told in the next, and after how long."""
-    if shape.dry:
-        if me.rank == dead:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {"seconds": 0.0, "peer": dead, "region": "q", "text": "dry"}
-    from k3dsl.nvidia import DcpBox
-
-    box = DcpBox(heads=shape.heads, interleave=shape.interleave, timeout=bound)
-    layers = [Layer(shape, me.rank, index, f"cuda:{me.rank}") for index in range(2)]
-    ours, _ = kernel_ways(layers, box, _store())
-    for way in ours:
-        way.run()
-    torch.cuda.synchronize()
-    dist.barrier()
-    if me.rank == dead:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    for way in ours:
-        with contextlib.suppress(PeerError):
-            way.run()
-    torch.cuda.synchronize()
-    seconds = time.monotonic() - began
-    try:
-        box.check()
-    except PeerError as error:
-        return {"seconds": seconds, "peer": error.peer, "region": error.region, "text": str(error)}
-    return {"seconds": seconds, "peer": None, "region": None, "text": "no error"}

@@ -19,7 +19,7 @@ def _layer(attention: Any, case: Any, box: Any, parity: int, cache: Any) -> Any:
     scratch = torch.zeros(64, case.heads, 576, dtype=torch.uint8, device=cache.device)
     pitch = 2112 + case.heads * 128
     layer = PreparedMla(attention, {case.rows: pitch}, scratch, max_context=work.MAX_CONTEXT, queries=(case.q,),
-                        dcp=box, parity=parity, page_size=work.PAGE, cache=work._store())  # fmt: skip
+                        dcp=box, parity=parity, page_size=work.PAGE, cache=work.store())  # fmt: skip
     layer.prepare_cache(cache)
     return layer
 
