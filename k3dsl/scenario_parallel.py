@@ -58,7 +58,9 @@ class ParallelCase:
     @property
     def id(self) -> str:
         """A name for people."""
-        return f"d{self.dcp}-i{self.interleave}-q{self.q}-h{self.heads}" + "".join(f"-{t}" for t in self.totals[:6])
+        kind = "" if self.kv_format == "fp8" else f"-{self.kv_format}"
+        shape = f"d{self.dcp}-i{self.interleave}-q{self.q}-h{self.heads}{kind}"
+        return shape + "".join(f"-{t}" for t in self.totals[:6])
 
 
 @dataclass

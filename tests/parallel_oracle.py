@@ -74,7 +74,8 @@ class Alone:
         self.attention = attention
 
     def run(self, projected: Tensor, out: Tensor, *, cache: Tensor, q: int = 1, **rest: Tensor) -> None:
-        ref.decode_layer(projected, self.attention, cache, q=q, out=out, **rest)
+        kv_format = "bf16" if cache.dtype == torch.bfloat16 else "fp8"
+        ref.decode_layer(projected, self.attention, cache, q=q, kv_format=kv_format, out=out, **rest)
 
 
 class Oracle(Backend):
@@ -107,7 +108,7 @@ class Oracle(Backend):
             return
         case = layers[0].case
         shards = [layer.shard(call) for layer, call in zip(layers, calls, strict=True)]
-        outs = ref.parallel_layer(shards, calls[0]["totals"], q, case.interleave)
+        outs = ref.parallel_layer(shards, calls[0]["totals"], q, case.interleave, case.kv_format)
         for call, out in zip(calls, outs, strict=True):
             call["out"].copy_(out)
         if self.fault is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from k3dsl import reference as ref
 from k3dsl.cli.demo import LIMITS
-from k3dsl.dims import MlaDims
+from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import PeerError
 from k3dsl.scenario import relative_error
 from k3dsl.scenario_parallel import ParallelCase, ParallelStep, deal, new_slots
@@ -47,12 +47,25 @@ class Kernels:
     def virtual(self, case: ParallelCase, timeout: float) -> list[Any]:
         from k3dsl.nvidia import DcpBox
 
-        return DcpBox.virtual(case.dcp, heads=case.heads, interleave=case.interleave, device="cuda", timeout=timeout)
+        return DcpBox.virtual(
+            case.dcp,
+            heads=case.heads,
+            interleave=case.interleave,
+            kv_format=case.kv_format,
+            device="cuda",
+            timeout=timeout,
+        )
 
     def box(self, case: ParallelCase, timeout: float) -> Any:
         from k3dsl.nvidia import DcpBox
 
-        return DcpBox(heads=case.heads, interleave=case.interleave, timeout=timeout, prepare_timeout=40.0)
+        return DcpBox(
+            heads=case.heads,
+            interleave=case.interleave,
+            kv_format=case.kv_format,
+            timeout=timeout,
+            prepare_timeout=40.0,
+        )
 
     def layer(self, case: ParallelCase, shard: ref.Shard, box: Any, parity: int = 0, **changes: Any) -> Any:
         layer = self._prepared(case, shard, dcp=box, parity=parity, **changes)
@@ -77,7 +90,7 @@ class Kernels:
             **changes,
         }
         pitches = arguments.pop("pitches", {case.rows: MlaDims(heads=case.heads).pitch})
-        scratch = torch.full((64, case.heads, 576), 0xFF, dtype=torch.uint8, device="cuda")
+        scratch = torch.full((64, case.heads, KV_BYTES[case.kv_format]), 0xFF, dtype=torch.uint8, device="cuda")
         return PreparedMla(shard.attention, pitches, scratch, **arguments)
 
     def step(self, layers: Sequence[Any], calls: Sequence[dict[str, Any]], q: int, stopped: Sequence[int]) -> None:
@@ -205,7 +218,7 @@ class Group:
             mine = shard.slots >= 0
             kept = self.before[i][r].flatten(0, 1).clone()
             kept[shard.slots[mine]] = twin.flatten(0, 1)[whole.slots[mine]]
-            found.entries &= torch.equal(kept, shard.cache.flatten(0, 1))
+            found.entries &= torch.equal(ref.bits(kept), ref.bits(shard.cache.flatten(0, 1)))
 
     def shorten(self, generator: torch.Generator) -> None:
         """Other metadata and rows in the same tensors: every request shorter by q or more, so that all it sees is past.

@@ -28,6 +28,13 @@ def test_right_steps_pass_whatever_the_lengths_become():
     assert group.armed()
 
 
+def test_a_bf16_cache_is_compared_bit_by_bit():
+    """Its poison is NaN, which equals nothing."""
+    group = Group(Oracle(), ParallelCase(2, 1, 1, heads=1, totals=(5, 70, 0), kv_format="bf16"), layers=1)
+    group.run()
+    group.verdict().require(MERGE_ERROR)
+
+
 def spoil_output(calls):
     calls[1]["out"][4 * 4 + 1] *= 1.02
 

@@ -19,13 +19,17 @@ RANKS = (2, 4, 8)
 CASES = [ParallelCase(dcp, interleave, q) for dcp in RANKS for interleave in INTERLEAVES for q in (1, 4)]
 #: Rows of other steps: one, a tile and one more, all of a mailbox.
 ROWS = (1, 17, 64)
-#: Six heads a rank, the shard of 16 tensor-parallel ranks.
-SIX = ParallelCase(8, 16, 4, heads=6)
+#: Six heads a rank, the shard of 16 tensor-parallel ranks; and caches of bf16.
+MORE = (
+    ParallelCase(8, 16, 4, heads=6),
+    ParallelCase(2, 16, 1, kv_format="bf16"),
+    ParallelCase(2, 1, 4, kv_format="bf16"),
+)
 
 
-def plan(dcp: int, heads: int, shapes) -> list:
+def plan(dcp: int, heads: int, shapes, kv_format: str = "fp8") -> list:
     """The kernel keys of (rows, q) shapes, of the ranks and of one device."""
-    facts = {"target": "sm_90a", "heads": heads, "kv_format": "fp8", "page": 64, "core": "hopper"}
+    facts = {"target": "sm_90a", "heads": heads, "kv_format": kv_format, "page": 64, "core": "hopper"}
     return [key for rows, q in shapes for d in (dcp, 1) for key in shape_keys(**facts, rows=rows, q=q, dcp=d).all()]
 
 
@@ -33,11 +37,12 @@ GPU_KEYS = [
     *(key for dcp in RANKS for key in plan(dcp, 12, [(8, 1), (32, 4)])),
     *(key for dcp in (2, 8) for key in plan(dcp, 12, [(rows, 1) for rows in ROWS])),
     *plan(8, 6, [(32, 4)]),
+    *plan(2, 12, [(8, 1), (32, 4)], "bf16"),
     *plan(2, 12, [(8, 4)]),  # of the plan that is refused
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, SIX], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda c: c.id)
 def test_ranks_give_what_one_device_gives(case):
     """Eagerly, replayed, and replayed after lengths, slots, rows and caches have changed."""
     group = Group(KERNELS, case)
