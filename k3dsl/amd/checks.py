@@ -204,6 +204,9 @@ def _free(
             bad.append(
                 f"{what} has a stride({axis}) of {stride} bytes, must be a positive multiple of {step} below 2^31"
             )
+    span = (sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True)) + 1) * value.element_size()
+    if span >= _INT32:
+        bad.append(f"{what} spans {span} bytes, must span fewer than 2^31")
     return bad + _aligned(what, value, align)
 
 

@@ -1,0 +1,239 @@
+"""mla_pre through the prepared object on the emulator: one rank and several, whole layers, faults, and the contract.
+
+test_mla_pre_device.py holds each stage against its own input; here whole steps are held against float64 and against the
+oracle, in the way that an engine runs them: prepared, nothing cleared, widths in turn, peers in one memory. The cases
+that CI runs take a minute; `pytest --mla-pre-sweep -m emulator tests/amd/test_mla_pre_emulated.py` runs the sweep.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("flydsl")
+pytest.importorskip("tinygrad")
+
+import mla_pre_group as group_of
+from mla_pre_group import PAGE, PAGES, Group, step_inputs
+
+from k3dsl import reference
+from k3dsl.amd.layer import builds
+from k3dsl.amd.mla_pre import contract
+from k3dsl.amd.mla_pre.key import HEADS, MlaPreBuild
+from k3dsl.amd.mla_pre.launch import build
+from k3dsl.dims import MlaDims
+from k3dsl.errors import PeerError
+from k3dsl.reference import mla_pre as oracle
+
+pytestmark = pytest.mark.emulator
+
+SCALE = MlaDims().scale
+
+
+def error(mine: Tensor, theirs: Tensor) -> float:
+    """Relative to the whole."""
+    return float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def nearly(mine: Tensor, theirs: Tensor, share: float) -> None:
+    """e4m3 bytes that differ in few places, and there by one step of the format (or both are next to zero)."""
+    a, b = mine.view(torch.float8_e4m3fn).float(), theirs.view(torch.float8_e4m3fn).float()
+    differ = mine.view(torch.uint8) != theirs.view(torch.uint8)
+    assert float(differ.float().mean()) <= share
+    step = torch.exp2(torch.floor(torch.log2(torch.maximum(a.abs(), b.abs()).clamp(min=2.0**-6))) - 3)
+    assert bool(((a - b).abs() <= step).all())
+
+
+def check_step(group: Group, given: dict[str, Any], nblocks: int, slots: list[Tensor], prefixes: list[Tensor]) -> None:
+    """Prefix, gate, entries and gathered query of every rank against the oracle's step and against float64."""
+    found = group.expected(given, nblocks)
+    rows = given["prefix"].shape[0]
+    before = torch.zeros_like(group.caches[0])
+    for r, (layer, step) in enumerate(zip(group.layers, found, strict=True)):
+        assert layer.rank.read_health()
+        assert torch.equal(prefixes[r], step.prefix)
+        exact = oracle.mla_pre64(group_of.oracle_of(r), nblocks=nblocks, w_uk=layer.rank.w_uk, **given)
+        assert error(layer.rank.gate(rows), exact.gate) < 5e-3
+        live = slots[r] >= 0
+        written = group.caches[r].view(-1, 576)[slots[r][live]]
+        nearly(written, step.entry[live], 0.02)
+        if bool(live.any()):
+            assert error(written.view(torch.float8_e4m3fn).float(), exact.entry[live]) < 0.04
+        untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
+        untouched[slots[r][live]] = False
+        assert torch.equal(group.caches[r].view(-1, 576)[untouched], before.view(-1, 576)[untouched])
+        own = layer.rank.query(rows)[:, r * HEADS : (r + 1) * HEADS]
+        limit = 0.2 if layer.rank.w_uk == "mxfp4" else 0.04  # four bits, or fp8 alone
+        assert error(own.view(torch.float8_e4m3fn).float(), exact.query) < limit
+        assert error(own.view(torch.float8_e4m3fn).float(), step.query().float()) < 0.03  # flips of a step, no more
+    every = [layer.rank.query(rows) for layer in group.layers]
+    assert all(torch.equal(q, every[0]) for q in every)
+    spare = group.layers[0].rank.q_heads - HEADS * group.ranks
+    if spare:
+        assert torch.equal(every[0][:, HEADS * group.ranks :], every[0][:, :spare])
+
+
+def slots_of(ranks: int, rows: int, kind: str, seed: int = 0) -> list[Tensor]:
+    """Each token's slot on its rank. kind: "own" (token t on rank t mod ranks), "none", "mixed"."""
+    order = torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(seed))[:rows]
+    token = torch.arange(rows)
+    if kind == "none":
+        return [torch.full((rows,), -1) for _ in range(ranks)]
+    skip = token % 3 == 1 if kind == "mixed" else torch.zeros(rows, dtype=torch.bool)
+    return [torch.where((token % ranks == r) & ~skip, order, -1) for r in range(ranks)]
+
+
+def run_case(
+    ranks: int, rows: int, nblocks: int, *, delta: bool = True, kind: str = "own", w_uk: str = "mxfp4", **options: Any
+) -> None:
+    group = Group(ranks, (rows,), nblocks=(nblocks,), deltas=(delta,), w_uk=w_uk, **options)
+    given, slots = step_inputs(rows, nblocks, seed=rows + nblocks, delta=delta), slots_of(ranks, rows, kind)
+    prefixes = group.project(given, slots)
+    check_step(group, given, nblocks, slots, prefixes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "nblocks", "more"),
+    [
+        (1, 4, 6, {"kind": "mixed", "model": "weak", "seed": 1}),
+        (1, 16, 2, {"delta": False, "w_uk": "bf16"}),
+        (8, 2, 3, {"model": "weak", "seed": 2}),
+    ],
+    ids=["one rank", "one rank bf16", "eight ranks"],
+)
+def test_a_prepared_step(ranks: int, rows: int, nblocks: int, more: dict[str, Any]) -> None:
+    run_case(ranks, rows, nblocks, **more)
+
+
+def test_widths_in_turn_with_nothing_cleared() -> None:
+    """Steps of 3, 1, 3 and 1 rows in one scratch and one peer buffer: each is as right as the first, on both ranks."""
+    group = Group(2, (1, 3), nblocks=(2,), model="weak", seed=3)
+    for epoch, rows in enumerate((3, 1, 3, 1), 1):
+        for cache in group.caches:
+            cache.zero_()
+        given, slots = step_inputs(rows, 2, seed=10 + epoch), slots_of(2, rows, "own", seed=epoch)
+        prefixes = group.project(given, slots)
+        assert [int(layer.rank.epoch) for layer in group.layers] == [epoch, epoch]
+        check_step(group, given, 2, slots, prefixes)
+
+
+def test_a_whole_layer_of_two_ranks_is_one_devices() -> None:
+    """Gather, shards of the cache, combination by LSE, value and gate, against float64 over the whole context."""
+    ranks, q, past = 2, 2, 13
+    group = Group(ranks, (2,), queries=(q,), nblocks=(1,))
+    whole = torch.randn(past + q, 576, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    table = torch.tensor([[3, 9]], dtype=torch.int32)
+    position = torch.arange(past + q)
+    blocks = table.expand(past + q, -1)
+    slots = [reference.local_slots(position, blocks, PAGE, ranks, r) for r in range(ranks)]
+    for r in range(ranks):
+        held = slots[r] >= 0
+        held[past:] = False
+        group.caches[r].view(-1, 576)[slots[r][held]] = whole.view(torch.uint8)[held]
+    given = step_inputs(q, 1, seed=4)
+    group.project(given, [s[past:].contiguous() for s in slots])
+    totals = torch.tensor([past + q], dtype=torch.int32)
+    lengths = [reference.local_len(totals, ranks, r) for r in range(ranks)]
+    outs = group.attend(table, lengths, totals, rows=q, q=q)
+    steps = group.expected(given, 1)
+    keys = torch.cat([whole.double(), steps[0].entry[:].view(torch.float8_e4m3fn).double()])[: past + q].clone()
+    keys[past:] = steps[0].entry.view(torch.float8_e4m3fn).double()
+    for r, out in enumerate(outs):
+        query = steps[r].query().double()
+        for t in range(q):
+            seen = keys[: past + 1 + t]
+            p = (query[t] @ seen.T * SCALE).softmax(1)
+            up = torch.einsum("hl,hlv->hv", p @ seen[:, :512], group_of.weights(r).W_UV.double())
+            want = up.flatten() * steps[r].gate[t].double()
+            assert error(out[t], want) < 0.03
+
+
+def test_a_stalled_rank_ends_in_an_error_and_can_begin_anew() -> None:
+    """The bound is cut short and rank 1 stalls once. The step after the reset is right again, with nothing cleared."""
+    wait = 60_000  # ticks of the emulator's clock; a sound step takes a few thousand
+    fault = {"fault_rank": 1, "fault_epoch": 2, "fault_slot": 0, "fault_ticks": 8 * wait}
+    group = Group(2, (1,), nblocks=(1,), changes={"wait_ticks": wait, **fault}, model="weak", seed=5)
+    slots = slots_of(2, 1, "own")
+    for epoch in (1, 2):
+        group.project(step_inputs(1, 1, seed=epoch), slots)
+        assert all(layer.rank.poll() for layer in group.layers) == (epoch == 1)
+    failed = [layer.rank.rank for layer in group.layers if not layer.rank.poll()]
+    assert group.layers[0].rank.alarms() == failed
+    with pytest.raises(PeerError, match="mla_pre gave up waiting") as told:
+        group.layers[0].rank.check()
+    assert f"alarms of ranks {failed}" in str(told.value)
+    assert "waited for epoch 2 slot 0" in str(told.value) or failed == [1]
+    for layer in group.layers:
+        layer.rank.reset()
+    for cache in group.caches:
+        cache.zero_()
+    given = step_inputs(1, 1, seed=7)
+    prefixes = group.project(given, slots)
+    for layer in group.layers:
+        layer.rank.check()
+    check_step(group, given, 1, slots, prefixes)
+
+
+VARIANTS = [
+    MlaPreBuild(tokens=8, nblocks=8),
+    MlaPreBuild(tokens=16, nblocks=1, ranks=8),
+    MlaPreBuild(tokens=1, w_uk="bf16", qbf16=True, delta=False),
+    MlaPreBuild(tokens=3, ranks=4, q_heads=64, timeline=True),
+]
+
+
+@pytest.mark.parametrize("key", VARIANTS, ids=lambda key: key.symbol)
+def test_the_traced_kernel_keeps_the_contract(key: MlaPreBuild) -> None:
+    """Hand-offs as traced, and residency of the object that the toolchain makes of it."""
+    from tools.gfx950 import flydsl_backend
+
+    flydsl_backend.install()
+    from k3dsl.amd.mla_pre.kernel import trace_events
+
+    assert contract.order_problems(key, trace_events(key)) == []
+    resources = build(key, cache=group_of.kernels()).resources
+    assert contract.residency_problems(resources) == []
+    assert resources["private"] == 0
+    assert resources["lds"] <= 160 * 1024
+    assert resources["waves"] >= 2  # 8 waves of a workgroup on four SIMDs
+
+
+# ---- the sweep
+
+
+def sweep_only(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--mla-pre-sweep"):
+        pytest.skip("needs --mla-pre-sweep")
+
+
+SCHEDULES: list[dict[str, Any]] = [{}, {"model": "weak", "seed": 11}, {"model": "weak", "seed": 12, "quantum": 50_000}]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["flat", "weak", "long turns"])
+@pytest.mark.parametrize(("rows", "nblocks"), list(product((1, 2, 4, 8, 16), range(1, 9))))
+def test_sweep_of_one_rank(request: pytest.FixtureRequest, rows: int, nblocks: int, schedule: dict[str, Any]) -> None:
+    sweep_only(request)
+    kind = ("own", "mixed", "none")[nblocks % 3]
+    run_case(1, rows, nblocks, delta=nblocks % 2 == 0, kind=kind, **schedule)
+    run_case(1, rows, nblocks, delta=nblocks % 2 == 1, kind=kind, w_uk="bf16", **schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["flat", "weak", "long turns"])
+@pytest.mark.parametrize(("ranks", "rows"), list(product((2, 4, 8), (1, 2, 4, 8, 16))))
+def test_sweep_of_several_ranks(
+    request: pytest.FixtureRequest, ranks: int, rows: int, schedule: dict[str, Any]
+) -> None:
+    sweep_only(request)
+    run_case(ranks, rows, 1 + (ranks + rows) % 8, kind="mixed" if rows > 2 else "own", **schedule)
+
+
+def test_sweep_of_every_build(request: pytest.FixtureRequest) -> None:
+    """The contract and the residency of every build of a deployment, both formats of W_UK, one rank and eight."""
+    sweep_only(request)
+    for ranks, w_uk in product((1, 8), ("mxfp4", "bf16")):
+        for key in builds((1, 2, 4, 8, 16), ranks=ranks, w_uk=w_uk):
+            contract.require(key.symbol, contract.residency_problems(build(key, cache=group_of.kernels()).resources))
