@@ -20,6 +20,7 @@ from k3dsl.checks import not_prepared, require, step_problems
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError, NotPrepared
 from k3dsl.reference import mla_pre as oracle
+from k3dsl.reference.layer import pad_metadata
 
 if TYPE_CHECKING:
     from k3dsl.amd.launch import LaunchPlan, Runtime
@@ -212,9 +213,17 @@ class PreparedMlaPre:
         rows: int,
         q: int = 1,
     ) -> None:
-        """The rest of `run`, from the query that `project` left: decode attention, combination, value, gate."""
+        """The rest of `run`, from the query that `project` left: decode attention, combination, value, gate.
+
+        Metadata of fewer than B / q requests is padded with empty ones, which give zeros.
+        """
         if (rows, q) not in self.shapes or self.decode is None:
             raise self._refusal(rows, None, None, q)
+        requests = rows // q
+        if lengths.shape[0] < requests or block_table.shape[0] < requests:
+            if totals is not None:
+                totals = pad_metadata(requests, block_table, totals)[1]
+            block_table, lengths = pad_metadata(requests, block_table, lengths)
         layout = (rows, q, _layout(out), _layout(block_table), _layout(lengths))
         if layout not in self._layouts:
             self._admit_metadata(layout, rows, q, out, block_table, lengths, totals)
@@ -227,6 +236,15 @@ class PreparedMlaPre:
         if self._combine is not None and lse is not None:
             latent = self._combine(latent, lse)
         self._value(latent, rank.gate(rows), out)
+
+    @property
+    def builds(self) -> tuple[MlaPreBuild, ...]:
+        """The kernels that the layer prepares."""
+        return tuple(self._keys.values())
+
+    def memory(self) -> list[Tensor]:
+        """Every tensor that lasts and that a launch of this layer touches but the cache: for an emulator's bounds."""
+        return [*(t for t in self._weights.values() if t is not None), *self.rank.memory()]
 
     def describe(self) -> str:
         """Where the two halves run, for people."""
@@ -414,6 +432,7 @@ def prepare_layer(
     runtime: "Runtime | None" = None,
     rank: MlaPreRank | None = None,
     w_uk: str = "mxfp4",
+    nblocks: Iterable[int] = _NBLOCKS,
 ) -> PreparedMlaPre:
     """The PreparedMlaPre of a deployment, see `k3dsl.prepare`. Layers of one deployment share their rank's buffers.
 
@@ -442,6 +461,7 @@ def prepare_layer(
         queries=plan.queries,
         rank=rank,
         w_uk=w_uk,
+        nblocks=nblocks,
         page_size=plan.page_size,
         max_context=plan.max_context,
         cache=cache,

@@ -152,6 +152,11 @@ class MlaPreRank:
         """int64 [ranks]: the addresses of every rank's hand-offs of `rows` rows; None on one rank."""
         return self._tables.get(rows)
 
+    def memory(self) -> "list[Tensor]":
+        """The rank's own tensors; peers' buffers are not among them."""
+        own = (self.scratch, self.epoch, self.health, self._flags, self._query, self._gate)
+        return [*own, *self._tables.values()]
+
     @property
     def alarm(self) -> int:
         """Address of this rank's alarm word, on rank 0."""

@@ -23,7 +23,7 @@ _TIMED: Final = 50
 
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="sm_90a, reference, ...", show_default="that of the GPU, else reference")
+        str | None, typer.Option(help="sm_90a, gfx950, reference, ...", show_default="that of the GPU, else reference")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps.")] = 8,
     layers: Annotated[int, typer.Option(min=1, max=24, help="Layers of the stack.")] = 2,
@@ -38,14 +38,21 @@ def demo(
     """Prepares a stack of layers, captures it, decodes N steps and compares every step with the reference.
 
     Requests of 1, 63, 64, 65 and up to thousands of tokens and an empty padded row; slots, lengths and block tables
-    advance as in an engine. With no GPU the same flow runs on the reference, compared with float64.
+    advance as in an engine. With no GPU the same flow runs on the reference, compared with float64; gfx950 kernels run
+    on their emulator where there is a checkout with the amd extra.
 
     Example: k3dsl demo --steps 16 --kv-format bf16 --q 4 --replays 300
     """
     from k3dsl.preparing import detect_target
 
     target = target or detect_target() or REFERENCE
-    result = Demo(target, steps, layers, kv_format, q, tp, page_size, replays, seed).run()
+    chosen = (target, steps, layers, kv_format, q, tp, page_size, replays, seed)
+    if target == "gfx950":
+        from k3dsl.cli.demo_amd import AmdDemo
+
+        result: Demo = AmdDemo(*chosen).run()
+    else:
+        result = Demo(*chosen).run()
     if json:
         emit(result.document())
     else:

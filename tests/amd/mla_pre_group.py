@@ -43,7 +43,7 @@ def weights(rank: int = 0) -> MlaPreWeights:
     mla = replace(
         first.mla,
         W_UK_T=-first.mla.W_UK_T.roll(rank, 0).contiguous(),
-        W_UV=first.mla.W_UV.roll(rank + 1, 0),
+        W_UV=first.mla.W_UV.transpose(1, 2).contiguous().roll(rank + 1, 0).transpose(1, 2),
         q_b_proj=replace(first.mla.q_b_proj, weight=first.mla.q_b_proj.weight.roll(192 * rank, 0)),
     )
     return replace(first, mla=mla, w_g=first.w_g.roll(128 * rank, 0))

@@ -1,13 +1,12 @@
 """mla_pre through the prepared object on the emulator: one rank and several, whole layers, faults, and the contract.
 
 test_mla_pre_device.py holds each stage against its own input; here whole steps are held against float64 and against the
-oracle, in the way that an engine runs them: prepared, nothing cleared, widths in turn, peers in one memory. The cases
-that CI runs take a minute; `pytest --mla-pre-sweep -m emulator tests/amd/test_mla_pre_emulated.py` runs the sweep.
+oracle, in the way that an engine runs them: prepared, nothing cleared, widths in turn, peers in one memory. Many
+more cases are in sweep_mla_pre.py.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ import mla_pre_group as group_of
 from mla_pre_group import PAGE, PAGES, Group, step_inputs
 
 from k3dsl import reference
-from k3dsl.amd.layer import builds
 from k3dsl.amd.mla_pre import contract
 from k3dsl.amd.mla_pre.key import HEADS, MlaPreBuild
 from k3dsl.amd.mla_pre.launch import build
@@ -60,8 +58,8 @@ def check_step(group: Group, given: dict[str, Any], nblocks: int, slots: list[Te
         assert error(layer.rank.gate(rows), exact.gate) < 5e-3
         live = slots[r] >= 0
         written = group.caches[r].view(-1, 576)[slots[r][live]]
-        nearly(written, step.entry[live], 0.02)
         if bool(live.any()):
+            nearly(written, step.entry[live], 0.02)
             assert error(written.view(torch.float8_e4m3fn).float(), exact.entry[live]) < 0.04
         untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
         untouched[slots[r][live]] = False
@@ -140,7 +138,7 @@ def test_a_whole_layer_of_two_ranks_is_one_devices() -> None:
     lengths = [reference.local_len(totals, ranks, r) for r in range(ranks)]
     outs = group.attend(table, lengths, totals, rows=q, q=q)
     steps = group.expected(given, 1)
-    keys = torch.cat([whole.double(), steps[0].entry[:].view(torch.float8_e4m3fn).double()])[: past + q].clone()
+    keys = whole.double()
     keys[past:] = steps[0].entry.view(torch.float8_e4m3fn).double()
     for r, out in enumerate(outs):
         query = steps[r].query().double()
@@ -179,8 +177,6 @@ def test_a_stalled_rank_ends_in_an_error_and_can_begin_anew() -> None:
 
 
 VARIANTS = [
-    MlaPreBuild(tokens=8, nblocks=8),
-    MlaPreBuild(tokens=16, nblocks=1, ranks=8),
     MlaPreBuild(tokens=1, w_uk="bf16", qbf16=True, delta=False),
     MlaPreBuild(tokens=3, ranks=4, q_heads=64, timeline=True),
 ]
@@ -200,40 +196,3 @@ def test_the_traced_kernel_keeps_the_contract(key: MlaPreBuild) -> None:
     assert resources["private"] == 0
     assert resources["lds"] <= 160 * 1024
     assert resources["waves"] >= 2  # 8 waves of a workgroup on four SIMDs
-
-
-# ---- the sweep
-
-
-def sweep_only(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--mla-pre-sweep"):
-        pytest.skip("needs --mla-pre-sweep")
-
-
-SCHEDULES: list[dict[str, Any]] = [{}, {"model": "weak", "seed": 11}, {"model": "weak", "seed": 12, "quantum": 50_000}]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["flat", "weak", "long turns"])
-@pytest.mark.parametrize(("rows", "nblocks"), list(product((1, 2, 4, 8, 16), range(1, 9))))
-def test_sweep_of_one_rank(request: pytest.FixtureRequest, rows: int, nblocks: int, schedule: dict[str, Any]) -> None:
-    sweep_only(request)
-    kind = ("own", "mixed", "none")[nblocks % 3]
-    run_case(1, rows, nblocks, delta=nblocks % 2 == 0, kind=kind, **schedule)
-    run_case(1, rows, nblocks, delta=nblocks % 2 == 1, kind=kind, w_uk="bf16", **schedule)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["flat", "weak", "long turns"])
-@pytest.mark.parametrize(("ranks", "rows"), list(product((2, 4, 8), (1, 2, 4, 8, 16))))
-def test_sweep_of_several_ranks(
-    request: pytest.FixtureRequest, ranks: int, rows: int, schedule: dict[str, Any]
-) -> None:
-    sweep_only(request)
-    run_case(ranks, rows, 1 + (ranks + rows) % 8, kind="mixed" if rows > 2 else "own", **schedule)
-
-
-def test_sweep_of_every_build(request: pytest.FixtureRequest) -> None:
-    """The contract and the residency of every build of a deployment, both formats of W_UK, one rank and eight."""
-    sweep_only(request)
-    for ranks, w_uk in product((1, 8), ("mxfp4", "bf16")):
-        for key in builds((1, 2, 4, 8, 16), ranks=ranks, w_uk=w_uk):
-            contract.require(key.symbol, contract.residency_problems(build(key, cache=group_of.kernels()).resources))
