@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from k3dsl.amd import keys as amd
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import SERVED, Choice, choose
@@ -18,6 +19,8 @@ REFERENCE: Final = "reference"
 #: Rows of a step at most: the query scratch that all layers share has 64.
 MAX_ROWS: Final = 64
 MAX_QUERIES: Final = 8
+#: Rows of a step where none are named.
+BATCHES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 #: Kimi-K3's position limit.
 MAX_CONTEXT: Final = 1 << 20
 #: Heads of a rank that layers are prepared for: Kimi-K3 at tp 16 and tp 8.
@@ -35,7 +38,7 @@ class Deployment:
     kv_format    format of the paged cache: fp8, bf16; on reference also fp8_ds_mla
     page_size    tokens of a cache page
     max_context  tokens that a request may reach: a bound for planning, not a limit of the kernels
-    batches      rows (tokens) of a step, each 1 to 64
+    batches      rows (tokens) of a step, each 1 to 64; on gfx950 1 to 16, and up to there by default
     queries      tokens of a request in one step: 1 for plain decode, more for the verification of drafts
     core         attention core, "auto" or one of the target's
     dcp          ranks that share a context: each has `dims.heads` heads and a part of every context
@@ -51,7 +54,7 @@ class Deployment:
     kv_format: str = "fp8"
     page_size: int = 64
     max_context: int = 131072
-    batches: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
+    batches: tuple[int, ...] = BATCHES
     queries: tuple[int, ...] = (1,)
     core: str = "auto"
     dcp: int = 1
@@ -60,6 +63,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", str(self.target))
+        if self.target == amd.TARGET and self.batches is BATCHES:
+            object.__setattr__(self, "batches", amd.BATCHES)
         for field in ("batches", "queries", "epilogues"):
             value = getattr(self, field)
             if isinstance(value, Iterable) and not isinstance(value, str | bytes):
@@ -76,12 +81,18 @@ class Deployment:
         """The core of a shape and why it is that one."""
         if self.target == REFERENCE:
             return Choice(REFERENCE, "plain torch, on any device")
+        if self.target == amd.TARGET:
+            return Choice(amd.CORE, "after mla_pre; the reference where the package amd-aiter is missing")
         return choose(self.target, rows, q, self.core, self.dcp)
 
     def keys(self) -> "list[CompileKey]":
         """Every key that the shapes and the epilogues need, each once. The same with and without a GPU."""
         if self.target == REFERENCE:
             return []
+        if self.target == amd.TARGET:
+            from k3dsl.amd.toolchain import compile_key as amd_key
+
+            return [amd_key(key, self.target) for key in amd.deployment_keys(self)]
         from k3dsl.nvidia.layer import shape_keys
         from k3dsl.nvidia.toolchain import compile_key
 
@@ -106,7 +117,7 @@ class Deployment:
 
     def epilogue_keys(self) -> list[EpilogueKey]:
         """The kernels of the fused epilogues, which `k3dsl.nvidia.prepare_epilogues` loads ahead of a capture."""
-        if self.target == REFERENCE:
+        if self.target in (REFERENCE, amd.TARGET):
             return []
         return epilogue_keys(self.dims.heads, kv_formats=(self.kv_format,), dtypes=self.epilogues, rope=(False, True))
 
@@ -131,7 +142,7 @@ class Deployment:
         else:
             wrong_dtypes = [d for d in self.epilogues if d not in DTYPES]
             bad += [f"epilogues: {d!r} must be one of {', '.join(DTYPES)}" for d in wrong_dtypes]
-        return bad + self._bad_ranks()
+        return bad if self.target == amd.TARGET else bad + self._bad_ranks()
 
     def _bad_ranks(self) -> list[str]:
         bad = []
@@ -147,9 +158,14 @@ class Deployment:
         return bad
 
     def _bad_target(self) -> list[str]:
+        if self.target == amd.TARGET:
+            return amd.problems(self) + self._bad_fixed()
         served = SERVED.get(self.target)
         if served is None and self.target != REFERENCE:
-            return [f"target={self.target!r} must be one of {', '.join([*SERVED, REFERENCE])}", *self._bad_anywhere()]
+            return [
+                f"target={self.target!r} must be one of {', '.join([*SERVED, amd.TARGET, REFERENCE])}",
+                *self._bad_anywhere(),
+            ]
         bad = []
         formats = tuple(KV_BYTES) if served is None else served.kv_formats
         if self.kv_format not in formats:
@@ -183,15 +199,18 @@ class Deployment:
             if isinstance(value, bool) or value not in values
         ]
 
-    def _bad_dims(self) -> list[str]:
+    def _bad_fixed(self) -> list[str]:
         if not isinstance(self.dims, MlaDims):
             return []
         model = MlaDims()
-        bad = [
+        return [
             f"dims.{name}={getattr(self.dims, name)!r} must be {getattr(model, name)} on {self.target}"
             for name in _FIXED
             if getattr(self.dims, name) != getattr(model, name)
         ]
-        if self.dims.heads not in HEADS:
+
+    def _bad_dims(self) -> list[str]:
+        bad = self._bad_fixed()
+        if isinstance(self.dims, MlaDims) and self.dims.heads not in HEADS:
             bad.append(f"dims.heads={self.dims.heads!r} must be one of {', '.join(map(str, HEADS))} on {self.target}")
         return bad

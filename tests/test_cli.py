@@ -151,7 +151,7 @@ def test_numbers():
         (("plan", "--target", "sm_90a", "--batches", "1-99999999999"), 2, "a range of 4096 numbers at most"),
         (("plan", "--target", "sm_90a", "--batches", "9" * 5000), 2, "must be a number"),
         (("plan", "--target", "sm_90a", "--batches", "99", "--core", "flash"), 2, "2 problems"),
-        (("warmup", "--target", "gfx950"), 2, "gfx950"),
+        (("warmup", "--target", "gfx942"), 2, "gfx942"),
         (("warmup", "--jobs", "0"), 2, ""),
         (("nothing",), 2, ""),
         (("bench", "--what", "colour"), 2, "colour must be among layer, host, core, epilogue, cache"),

@@ -142,8 +142,8 @@ def test_it_is_frozen_and_compares_by_value():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "sm_90"}, "target='sm_90' must be one of sm_90a, sm_100a, sm_103a, reference"),
-        ({"target": "gfx950"}, "target='gfx950' must be one of"),
+        ({"target": "sm_90"}, "target='sm_90' must be one of sm_90a, sm_100a, sm_103a, gfx950, reference"),
+        ({"target": "gfx942"}, "target='gfx942' must be one of"),
         ({"kv_format": "fp16"}, "kv_format='fp16' must be one of fp8, bf16 on sm_90a"),
         ({"kv_format": "fp8_ds_mla"}, "must be one of fp8, bf16 on sm_90a"),
         ({"target": "sm_100a", "kv_format": "bf16"}, "must be one of fp8 on sm_100a"),
@@ -224,3 +224,32 @@ def test_without_a_device_the_automatic_choice_is_that_of_sm_100a():
         assert core_for(16) == "hopper"
     else:
         assert (core_for(16), core_for(8), core_for(16, q=2)) == ("trtllm", "tokenspeed", "tokenspeed")
+
+
+def test_gfx950_keys_are_mla_pre_of_every_width_and_number_of_blocks():
+    plan = Deployment(MlaDims(), target="gfx950", batches=(4, 8), queries=(1, 4), dcp=8)
+    keys = plan.keys()
+    assert {key.kernel for key in keys} == {"mla_pre"}
+    assert [(key.params["tokens"], key.params["nblocks"]) for key in keys] == [
+        (b, n) for b in (4, 8) for n in range(1, 9)
+    ]
+    assert {key.params["ranks"] for key in keys} == {8}
+    assert plan.choice(8, 4).core == "aiter"
+    assert Deployment(MlaDims(), target="gfx950").batches == (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    assert not plan.epilogue_keys()
+
+
+def test_gfx950_names_everything_it_does_not_serve():
+    with pytest.raises(ConfigError, match="6 problems") as error:
+        Deployment(
+            MlaDims(heads=6), target="gfx950", kv_format="bf16", page_size=0, core="hopper", dcp=3, batches=(32,)
+        )
+    for says in (
+        "kv_format='bf16'",
+        "page_size=0",
+        "core='hopper'",
+        "dcp=3 must be one of 1, 2, 4, 8",
+        "32 must be 16",
+    ):
+        assert says in str(error.value)
+    assert "dims.heads=6 must be 12" in str(error.value)

@@ -90,6 +90,11 @@ class Demo:
         return LIMITS[self.kv_format]
 
     @property
+    def captured(self) -> bool:
+        """Whether steps are replays of a graph, compared with the reference; the others are compared with float64."""
+        return self.target != REFERENCE
+
+    @property
     def max_rel_error(self) -> float:
         return max(self.errors)
 
@@ -224,7 +229,7 @@ class Demo:
             **{name: getattr(self, name) for name in facts},
             "target": str(self.target),
             "replays_equal": self.unequal == 0,
-            "captured": self.target != REFERENCE and self.steps > 1,
+            "captured": self.captured and self.steps > 1,
             "lengths": {"first": self.lengths[0], "last": self.lengths[-1]},
         }
 
@@ -246,14 +251,14 @@ class Demo:
         for i, error in enumerate(self.errors):
             steps.add_row(str(i), f"{error:.2e}")
         console.print(steps)
-        against = "float64" if self.target == REFERENCE else "the reference"
+        against = "the reference" if self.captured else "float64"
         console.print(f"largest error {self.max_rel_error:.2e} against {against}, limit {self.limit:.0e}")
         console.print(f"entries written: error {self.entry_error:.2e}; bytes changed elsewhere: {self.strays}")
         if self.replays:
             console.print(f"{self.replays - self.unequal} of {self.replays} replays bit-equal")
         console.print(f"{self.compiled} kernels compiled, {self.hits} found in the cache")
         if self.us_per_step is not None:
-            how = "on the host" if self.target == REFERENCE else "by graph replay"
+            how = "by graph replay" if self.captured else "on the host"
             console.print(f"{self.us_per_step:.1f} us per step of {self.layers} layers, {how}")
         if self.ok:
             console.print("ok", style="green")

@@ -37,8 +37,15 @@ class AmdDemo(Demo):
 
     @property
     def limit(self) -> float:
-        """On the reference only sums differ. On a kernel, flips of fp8 and fp4 steps move single queries."""
-        return 1e-2 if self.place == REFERENCE else 5e-2
+        """Of the reference, which shares every rounding with what it is compared with, and of kernels: a sum in another
+        order may flip a value of four bits, and with it a head's query. 3.4e-2 was the largest of 12 rows and steps.
+        """
+        return 1e-2 if self.place == REFERENCE else 8e-2
+
+    @property
+    def captured(self) -> bool:
+        """On a GPU with aiter: the reference's attention cannot be captured, and nothing is on an emulator."""
+        return self.place == "gpu" and self.attention != REFERENCE
 
     def run(self) -> "AmdDemo":
         """Prepares, decodes and compares every step."""
@@ -59,8 +66,15 @@ class AmdDemo(Demo):
         on_gpu = detect_target() == "gfx950"
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         plan = Deployment(MlaDims(), target="gfx950", page_size=self.page_size, batches=(rows,), queries=(self.q,))
-        shape = {"layers": self.layers, "q": self.q, "page": self.page_size, "steps": self.steps}
-        stack = SeamStack(MlaDims(), **shape, device=device, seed=self.seed)
+        stack = SeamStack(
+            MlaDims(),
+            layers=self.layers,
+            q=self.q,
+            page=self.page_size,
+            steps=self.steps,
+            device=device,
+            seed=self.seed,
+        )
         self.lengths.append(stack.lengths.tolist())
         runtime, cache = self._place(on_gpu, stack)
         prepared = [
@@ -75,7 +89,7 @@ class AmdDemo(Demo):
         assert prepared[0].decode is not None
         self.attention = prepared[0].decode.name
         self._note_resources(cache)
-        self._decode(stack, prepared, on_gpu and self.attention != REFERENCE)
+        self._decode(stack, prepared, self.captured)
         self.lengths.append(stack.lengths.tolist())
         for one in prepared:
             one.rank.check()
