@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from k3dsl.amd import keys as amd
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.core import SERVED, Choice, choose
+from k3dsl.nvidia.core import HOSTS, SERVED, Choice, choose
 from k3dsl.nvidia.dcp import MAX_HEADS as RANK_HEADS
 from k3dsl.nvidia.dcp import RANKS
 from k3dsl.nvidia.epilogue import DTYPES, EpilogueKey, epilogue_keys
@@ -45,6 +45,8 @@ class Deployment:
     interleave   consecutive positions of a context on one rank, for dcp > 1
     epilogues    16-bit dtypes of the engine's tensors (bf16, fp16) that the fused epilogues of this cache format are
                  built for, rotating and not; () for an engine that calls none
+    host         ISA of the machines with the GPUs, x86-64 or aarch64, for cores with host code (tokenspeed); "": that
+                 of this machine
 
     The prepared shapes are all (rows, q) in which q divides rows. Raises ConfigError with every problem at once.
     """
@@ -60,6 +62,7 @@ class Deployment:
     dcp: int = 1
     interleave: int = 1
     epilogues: tuple[str, ...] = ("bf16",)
+    host: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", str(self.target))
@@ -110,6 +113,7 @@ class Deployment:
                 dcp=self.dcp,
                 interleave=self.interleave,
                 max_context=self.max_context,
+                host=self.host,
             ).all()
         ]
         kernels += self.epilogue_keys()
@@ -180,6 +184,8 @@ class Deployment:
             bad.append(
                 f"page_size={self.page_size!r} must be one of {', '.join(map(str, served.pages))} on {self.target}"
             )
+        if self.host not in ("", *HOSTS):
+            bad.append(f"host={self.host!r} must be one of {', '.join(HOSTS)}, or empty for this machine's")
         if self.core not in ("auto", *served.cores):
             bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
         return bad + self._bad_dims()

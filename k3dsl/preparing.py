@@ -256,7 +256,7 @@ def check_object(key: "CompileKey", payload: bytes) -> None:
     if is_host(kernel := kernel_key(key.kernel, key.params)):
         from k3dsl.nvidia.host_object import problems
 
-        bad = problems(payload, key.target)
+        bad = problems(payload, key.target, kernel.host)
         if bad:
             raise CompileError("\n  - ".join([f"the object of {key.kernel} {key.short} cannot be loaded:", *bad]))
         return

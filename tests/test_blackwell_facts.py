@@ -11,8 +11,9 @@ from fake_cuda import fake_build
 
 from k3dsl import CompileCache, ConfigError, Deployment, MlaDims
 from k3dsl.nvidia import host_object, toolchain
-from k3dsl.nvidia.core import tokenspeed
+from k3dsl.nvidia.core import HOSTS, tokenspeed
 from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
+from k3dsl.nvidia.image import MACHINES
 from k3dsl.preparing import lacking
 
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
@@ -128,34 +129,41 @@ def test_what_a_key_may_hold():
 def test_objects_of_shards():
     """At q = 1 one object serves every rank; above, each has its own: tokens see what the whole context allows."""
     shape = {"heads": 96, "page": 64, "max_context": 16384}
-    assert tokenspeed.keys_for("sm_100a", ranks=8, interleave=16, q=1, requests=1, **shape) == (
+    assert tokenspeed.keys_for("sm_100a", host="x86-64", ranks=8, interleave=16, q=1, requests=1, **shape) == (
         TokenspeedKey(96, capacity=64, lse=True),
     )
-    keys = tokenspeed.keys_for("sm_100a", ranks=8, interleave=16, q=4, requests=2, **shape)
+    keys = tokenspeed.keys_for("sm_100a", host="x86-64", ranks=8, interleave=16, q=4, requests=2, **shape)
     one = TokenspeedKey(96, 4, capacity=16, lse=True, pack=True, ranks=8, interleave=16)
     assert keys == tuple(replace(one, rank=rank) for rank in range(8))
-    assert tokenspeed.keys_for("sm_100a", ranks=8, rank=3, interleave=16, q=4, requests=2, **shape) == (keys[3],)
-    assert tokenspeed.keys_for("sm_100a", q=4, requests=2, sm_counts=(148,), **{**shape, "heads": 12}) == (
-        TokenspeedKey(12, 4, capacity=64),
+    assert tokenspeed.keys_for("sm_100a", host="x86-64", ranks=8, rank=3, interleave=16, q=4, requests=2, **shape) == (
+        keys[3],
     )
+    assert tokenspeed.keys_for(
+        "sm_100a", host="x86-64", q=4, requests=2, sm_counts=(148,), **{**shape, "heads": 12}
+    ) == (TokenspeedKey(12, 4, capacity=64),)
 
 
 # ---- keys of a deployment
 
 
 @pytest.mark.parametrize(
-    ("target", "tp", "count", "core"),
-    [("sm_100a", 8, 17, 8), ("sm_100a", 16, 15, 7), ("sm_103a", 8, 18, 9), ("sm_103a", 16, 16, 8)],
+    ("target", "tp", "host", "count", "core"),
+    [
+        ("sm_100a", 8, "x86-64", 17, 8),
+        ("sm_100a", 16, "x86-64", 15, 7),
+        ("sm_103a", 8, "x86-64", 18, 9),
+        ("sm_103a", 16, "aarch64", 16, 8),
+    ],
 )
-def test_keys_of_a_deployment(target, tp, count, core):
-    plan = Deployment(MlaDims.kimi_k3(tp), target=target, batches=BATCHES, queries=(1, 4), epilogues=())
+def test_keys_of_a_deployment(target, tp, host, count, core):
+    plan = Deployment(MlaDims.kimi_k3(tp), target=target, batches=BATCHES, queries=(1, 4), epilogues=(), host=host)
     keys = plan.keys()
     kernels = [key.kernel for key in keys]
     assert (len(set(keys)), kernels.count("mla_tokenspeed")) == (count, core)
     assert {key.target for key in keys} == {target}
     facts = next(key for key in keys if key.kernel == "mla_tokenspeed").toolchain
     assert facts["tokenspeed-mla"] == "2.0.4"
-    assert facts["host_isa"] == host_object.host_isa()
+    assert facts["host_isa"] == host
     assert facts["options"] == "--opt-level 2"
 
 
@@ -224,10 +232,20 @@ def test_a_warm_up_says_first_what_it_lacks(monkeypatch, tmp_path):
 # ---- host code
 
 
-def test_a_host_without_a_target_is_refused(monkeypatch):
-    monkeypatch.setattr(host_object.platform, "machine", lambda: "riscv64")
-    assert host_object.host_isa() == "riscv64"
-    with pytest.raises(toolchain.CompileError, match="x86-64 or aarch64"):
-        host_object.host_target()
-    monkeypatch.setattr(host_object.platform, "machine", lambda: "aarch64")
-    assert host_object.host_target() == "linux-aarch64"
+def test_hosts(monkeypatch):
+    """The ISA is that of the machines with the GPUs; what is built elsewhere for them has the same keys."""
+    assert set(tokenspeed.SM_COUNTS) == set(HOSTS) == set(MACHINES) == set(host_object.TARGETS)
+    for machine, isa in (("x86_64", "x86-64"), ("aarch64", "aarch64"), ("arm64", "aarch64"), ("riscv64", "riscv64")):
+        monkeypatch.setattr(host_object.platform, "machine", lambda machine=machine: machine)
+        assert host_object.host_isa() == isa
+        plan = Deployment(MlaDims.kimi_k3(8), target="sm_103a", batches=(1, 4), core="tokenspeed")
+        if isa in HOSTS:
+            assert plan.keys() == replace(plan, host=isa).keys()
+        else:
+            with pytest.raises(ConfigError, match="host='riscv64' must be one of x86-64, aarch64"):
+                plan.keys()
+        assert len(replace(plan, host="aarch64").keys()) > 0
+    splits = [tokenspeed.SM_COUNTS[host] for host in HOSTS]
+    assert splits == [(148,), (152,)]
+    with pytest.raises(ConfigError, match="host='sparc' must be one of x86-64, aarch64, or empty"):
+        replace(plan, host="sparc")

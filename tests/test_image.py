@@ -4,12 +4,13 @@ import ctypes
 import struct
 
 import pytest
+from fake_blackwell import BlackwellDriver
 from fake_host import host_object, make_object
 
 from k3dsl import CompileError, LaunchError
 from k3dsl.nvidia import host_object as host
 from k3dsl.nvidia import image
-from k3dsl.nvidia.host_object import IMPORTS
+from k3dsl.nvidia.host_object import IMPORTS, HostObject
 from k3dsl.nvidia.image import Loaded, Relocatable
 
 BASE, TARGET = 0x7F0000000000, 0x123456789ABC
@@ -121,9 +122,10 @@ def test_objects_of_another_machine_or_none():
     other = "aarch64" if host.host_isa() == "x86-64" else "x86-64"
     foreign = bytearray(whole)
     foreign[18:20] = struct.pack("<H", {"x86-64": 62, "aarch64": 183}[other])
-    assert host.problems(bytes(foreign), "sm_100a") == [
-        f"its host code is for {other}, this machine runs {host.host_isa()}"
-    ]
+    assert host.problems(bytes(foreign), "sm_100a") == [f"its host code is for {other}, not {host.host_isa()}"]
+    assert host.problems(bytes(foreign), "sm_100a", other) == []
+    with pytest.raises(CompileError, match=f"cannot be loaded here: its host code is for {other}"):
+        HostObject(BlackwellDriver(), bytes(foreign), 0)
     with pytest.raises(CompileError, match="must have one launcher: it has 0"):
         host.facts(make_object(b"\xc3", b"", {"start": 0}))
     assert len(IMPORTS) == 8

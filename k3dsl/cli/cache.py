@@ -157,6 +157,7 @@ def why(
     dcp: args.Dcp = None,
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
+    host: args.Host = None,
     json: Json = False,
 ) -> None:
     """Says for a key, or for every key of a deployment, whether it is there; if not, what the nearest entry has other.
@@ -179,6 +180,7 @@ def why(
         dcp,
         interleave,
         epilogues,
+        host,
     )
     cache = open_cache()
     if key is not None:

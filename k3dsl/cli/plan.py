@@ -21,6 +21,7 @@ def plan(
     dcp: args.Dcp = None,
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
+    host: args.Host = None,
     json: Json = False,
 ) -> None:
     """Shows the core of every prepared (rows, q), why it is that one, and every key. Builds nothing.
@@ -41,6 +42,7 @@ def plan(
         dcp,
         interleave,
         epilogues,
+        host,
     )
     plans = given.deployments()
     shapes, keys = shape_rows(plans), key_rows(plans)

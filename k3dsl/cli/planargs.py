@@ -36,10 +36,16 @@ Epilogues = Annotated[
     str | None,
     typer.Option(help="Dtypes that the fused epilogues are built for: bf16, fp16, none.", show_default="bf16"),
 ]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        help="ISA of the machines with the GPUs: x86-64 or aarch64 (GB200, GB300).", show_default="this machine's"
+    ),
+]
 
 _NAMES: Final = (
     "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "interleave",
-    "epilogues",
+    "epilogues", "host",
 )  # fmt: skip
 
 #: Numbers of a range, at most: far more than any step has rows.
@@ -80,6 +86,7 @@ class PlanArguments:
     dcp: int | None = None
     interleave: int | None = None
     epilogues: str | None = None
+    host: str | None = None
 
     def deployments(self) -> list[Deployment]:
         """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""

@@ -26,6 +26,7 @@ def warmup(
     dcp: args.Dcp = None,
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
+    host: args.Host = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at work.", show_default="cores")] = os.cpu_count() or 1,
     json: Json = False,
 ) -> None:
@@ -49,6 +50,7 @@ def warmup(
         dcp,
         interleave,
         epilogues,
+        host,
     )
     plans = given.deployments()
     from k3dsl.cache import CompileCache

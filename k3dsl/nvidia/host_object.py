@@ -46,20 +46,15 @@ IMPORTS: Final[Mapping[str, bool]] = {
 }
 
 
+#: What the compiler calls the baseline of each host ISA: objects run on any machine of it.
+TARGETS: Final = {"x86-64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64", "aarch64": "linux-aarch64"}
+_MACHINES: Final = {"x86_64": "x86-64", "AMD64": "x86-64", "arm64": "aarch64"}
+
+
 def host_isa() -> str:
-    """The host code that is built here: the baseline of this machine's architecture, not its own CPU."""
+    """The ISA of this machine, as it stands in keys: x86-64, aarch64, or a name that nothing is built for."""
     machine = platform.machine()
-    return "x86-64" if machine in ("x86_64", "AMD64") else machine
-
-
-def host_target() -> str:
-    """`host_isa` as the compiler wants it."""
-    isa = host_isa()
-    if isa == "x86-64":
-        return "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64"
-    if isa == "aarch64":
-        return "linux-aarch64"
-    raise CompileError(f"host code for {isa!r} cannot be built: it must be x86-64 or aarch64")
+    return _MACHINES.get(machine, machine)
 
 
 # ---- what an object says of itself
@@ -91,18 +86,18 @@ def facts(data: bytes) -> tuple[Cubin, ...]:
     return parse_all(cubin_of(data))
 
 
-def problems(data: bytes, arch: str) -> list[str]:
-    """Why `data` cannot be loaded here for GPUs of `arch`; [] if it can. Loads nothing."""
+def problems(data: bytes, arch: str, isa: str | None = None) -> list[str]:
+    """Why `data` cannot be loaded for GPUs of `arch` on a host of `isa` (this one); [] if it can. Loads nothing."""
     try:
         found, kernels = _read(data), parse_all(cubin_of(data))
     except CompileError as error:
         return [str(error)]
     bad = [f"{k.symbol[:60]} is for {k.arch}, not {arch}" for k in kernels if k.arch != arch]
-    return bad + ([] if found.isa == host_isa() else [_foreign(found)])
+    return bad + _foreign(found, isa or host_isa())
 
 
-def _foreign(found: Relocatable) -> str:
-    return f"its host code is for {found.isa}, this machine runs {host_isa()}"
+def _foreign(found: Relocatable, isa: str) -> list[str]:
+    return [] if found.isa == isa else [f"its host code is for {found.isa}, not {isa}"]
 
 
 def _read(data: bytes) -> Relocatable:
@@ -133,8 +128,8 @@ class HostObject:
 
     def __init__(self, driver: Any, data: bytes, device: int) -> None:
         found, cubin = _read(data), cubin_of(data)
-        if found.isa != host_isa():
-            raise CompileError(_foreign(found))
+        if bad := _foreign(found, host_isa()):
+            raise CompileError(f"a host object cannot be loaded here: {bad[0]}")
         self.kernels = parse_all(cubin)
         self.driver, self.device = driver, device
         self._errors: list[BaseException] = []

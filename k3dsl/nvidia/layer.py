@@ -10,6 +10,7 @@ from k3dsl.nvidia import value as values
 from k3dsl.nvidia.core import hopper, hopper_dcp, tokenspeed
 from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
 from k3dsl.nvidia.dcp import DcpQueryKey, DcpValueKey
+from k3dsl.nvidia.host_object import host_isa
 from k3dsl.nvidia.query import QueryKey
 from k3dsl.nvidia.value import ValueKey
 
@@ -52,7 +53,8 @@ def shape_keys(
     rows: int,
     q: int,
     max_context: int = MAX_CONTEXT,
-    sm_counts: tuple[int, ...] | None = None,
+    sm_counts: tuple[int, ...] = (),
+    host: str = "",
     dcp: int = 1,
     interleave: int = 1,
     rank: int | None = None,
@@ -60,8 +62,8 @@ def shape_keys(
 ) -> ShapeKeys:
     """The kernels for `rows` rows, q a request. Raises ConfigError with every reason why they cannot be built.
 
-    heads: of a rank; sm_counts: of the devices that they are for, by default all that a target is sold with;
-    max_context, dcp, interleave: see Deployment; rank: whose keys, by default every rank's; multicast: see DcpBox.
+    heads: of a rank; sm_counts: of the devices that they are for, by default all that are sold; max_context, host, dcp,
+    interleave: see Deployment; rank: whose keys, by default every rank's; multicast: see DcpBox.
     """
     if dcp > 1:
         bad = parallel.rank_problems(dcp, heads)
@@ -75,7 +77,8 @@ def shape_keys(
     elif core == "tokenspeed":
         cores = tokenspeed.keys_for(
             target,
-            sm_counts=sm_counts or (),
+            host=host or host_isa(),
+            sm_counts=sm_counts,
             ranks=dcp,
             rank=rank,
             heads=dcp * heads,

@@ -112,7 +112,7 @@ def compile_key(key: Any, target: str) -> CompileKey:
     toolchain = facts(target)
     if is_host(key):
         toolchain |= key.packages
-        toolchain |= {"host_isa": host_object.host_isa(), "options": key.options}
+        toolchain |= {"host_isa": key.host, "options": key.options}
     package = key.device_module.partition(".")[0]
     sources = source_digest(key.device_module, *([] if package == "k3dsl" else [_folder(package)]))
     KERNELS.setdefault(key.name, f"{type(key).__module__}:{type(key).__qualname__}")
@@ -217,6 +217,7 @@ class Compiler(ChildCompiler):
             raise CompileError(f"{title} compiles to what is {error}{tail(log)}") from error
         params, smem = None if host else kernel.params, getattr(kernel, "smem", 0)
         problems = [problem for one in found for problem in check(one, log, params, limits, smem)]
+        problems += host_object.problems(reply.cubin, key.target, kernel.host) if host else []
         if problems:
             raise CompileError(
                 "\n  - ".join([f"{title} compiles to an object that is refused:", *problems]) + tail(log)
@@ -292,7 +293,7 @@ def _compile(request: _Request) -> bytes:
         raise CompileError("the sources or the toolchain have changed since this process started: start it again")
     cute = _compiler()
     if is_host(key):
-        options = f"{key.options} --host-target '{host_object.host_target()}'"
+        options = f"{key.options} --host-target '{host_object.TARGETS[key.host]}'"
         compile_object = import_module(key.device_module).compile_object
         data: bytes = compile_object(key, request.target, options, host_object.PREFIX)
         return data

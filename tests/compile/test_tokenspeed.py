@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,12 +32,14 @@ pytest.importorskip("tokenspeed_mla", reason="tokenspeed-mla is not installed: p
 DIMS = MlaDims.kimi_k3(8)
 BOUND = 131072
 SCALE, OUT_SCALE = 192**-0.5, 0.25
+HOST = host_object.host_isa()
+made = partial(TokenspeedKey, host=HOST)
 #: One object a target serves the whole split table: capacity is a bound.
-SMALL = ("sm_100a", TokenspeedKey(12, capacity=128, bands=2))
-LARGE = ("sm_103a", TokenspeedKey(12, capacity=128, bands=2))
-GATHERED = ("sm_100a", TokenspeedKey(96, capacity=64, bands=1, lse=True))
-SHARD = ("sm_100a", TokenspeedKey(96, 4, capacity=32, lse=True, pack=True, ranks=8, rank=3, interleave=16))
-SINGLE = ("sm_103a", TokenspeedKey(12, 4, 32, capacity=0, lse=True))
+SMALL = ("sm_100a", made(12, capacity=128, bands=2))
+LARGE = ("sm_103a", made(12, capacity=128, bands=2))
+GATHERED = ("sm_100a", made(96, capacity=64, bands=1, lse=True))
+SHARD = ("sm_100a", made(96, 4, capacity=32, lse=True, pack=True, ranks=8, rank=3, interleave=16))
+SINGLE = ("sm_103a", made(12, 4, 32, capacity=0, lse=True))
 
 
 @pytest.fixture(scope="session")
@@ -348,7 +351,9 @@ def bench(store):
     """Layers of one shape each side of q = 1; their objects are those of SMALL and of a verify step."""
     plan = Deployment(DIMS, target="sm_100a", batches=(1, 4), queries=(1, 4), core="tokenspeed")
     for rows, q in plan.shapes():
-        key = tokenspeed.key_for("sm_100a", heads=12, q=q, requests=rows // q, page=64, max_context=BOUND, sm_count=148)
+        key = tokenspeed.key_for(
+            "sm_100a", heads=12, q=q, requests=rows // q, page=64, max_context=BOUND, sm_count=148, host=HOST
+        )
         store.get_or_build(compile_key(key, "sm_100a"), build)
     return BlackwellBench(plan, store)
 

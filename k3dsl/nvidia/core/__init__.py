@@ -21,6 +21,8 @@ SERVED: Final = {
     "sm_100a": Served(("tokenspeed", "trtllm"), ("fp8",), (32, 64)),
     "sm_103a": Served(("tokenspeed", "trtllm"), ("fp8",), (32, 64)),
 }
+#: ISAs of machines with GPUs, for cores that have host code.
+HOSTS: Final = ("x86-64", "aarch64")
 #: Rows from which trtllm is the automatic choice on sm_10x, at q = 1.
 TRTLLM_FROM: Final = 16
 _ALL: Final = tuple(dict.fromkeys(core for served in SERVED.values() for core in served.cores))

@@ -24,8 +24,9 @@ MAX_RANKS: Final = 32
 #: Where the query rows of a request fit 64, sm_100 has a tile for them that one CTA computes; 128 rows take a pair.
 SMALL_TILE: Final = {"sm_100a": 64}
 TILE: Final = 128
-#: SMs of the devices of a target that are sold: the number of splits, and with it the reducer, depends on it.
-SM_COUNTS: Final = {"sm_100a": (148, 152), "sm_103a": (148, 152)}
+#: SMs that devices of both targets report, by the CPU of the machines that they are sold in: B200 and B300 148, GB200
+#: and GB300, which come with an ARM CPU, 152. The number of splits, and with it the reducer, depends on it.
+SM_COUNTS: Final = {"x86-64": (148,), "aarch64": (152,)}
 #: Byte offsets into the workspace are 32-bit.
 MAX_WORKSPACE: Final = 2**31 - 1
 #: Growth of the running maximum, in powers of two, up to which the core rescales nothing: P stays below 2^8 < 448.
@@ -45,6 +46,7 @@ class TokenspeedKey:
     ranks, rank, interleave    whose shard of a context this is, compiled in where tokens see different numbers of its
                 keys (q > 1): token t sees those below position total - q + t + 1 of the whole context. At q = 1 every
                 key of a shard is seen, and the object serves any rank: 1, 0, 1
+    host        ISA of the launcher, one of `SM_COUNTS`
     """
 
     heads: int
@@ -57,6 +59,7 @@ class TokenspeedKey:
     ranks: int = 1
     rank: int = 0
     interleave: int = 1
+    host: str = "x86-64"
 
     name: ClassVar[str] = "mla_tokenspeed"
     device_module: ClassVar[str] = "k3dsl.nvidia.kernels.tokenspeed"
@@ -91,6 +94,8 @@ def supports(key: TokenspeedKey, target: str) -> list[str]:
         bad.append(f"interleave={key.interleave!r} must be a positive int")
     if key.ranks == 1 and key.interleave != 1:
         bad.append(f"interleave={key.interleave!r} must be 1 where ranks is")
+    if key.host not in SM_COUNTS:
+        bad.append(f"host={key.host!r} must be one of {', '.join(SM_COUNTS)}")
     if key.ranks > 1 and not (key.q > 1 and key.lse):
         bad.append(f"ranks={key.ranks!r} must be 1 with q={key.q} and lse={key.lse}: shards need q > 1 and an LSE")
     if target not in TARGETS:
@@ -191,6 +196,7 @@ def key_for(
     ranks: int = 1,
     rank: int = 0,
     interleave: int = 1,
+    host: str = "x86-64",
 ) -> TokenspeedKey:
     """The object of a shape on a device of `sm_count` SMs.
 
@@ -208,22 +214,31 @@ def key_for(
         bands=bands(requests * q * heads, cut.splits, sm_count),
         lse=ranks > 1,
         pack=pack and cut.tile == TILE,
+        host=host,
         **({"ranks": ranks, "rank": rank, "interleave": interleave} if pack else {}),
     )
 
 
 def keys_for(
-    target: str, *, sm_counts: tuple[int, ...] = (), ranks: int = 1, rank: int | None = None, **shape: Any
+    target: str,
+    *,
+    host: str,
+    sm_counts: tuple[int, ...] = (),
+    ranks: int = 1,
+    rank: int | None = None,
+    **shape: Any,
 ) -> tuple[TokenspeedKey, ...]:
-    """Every object of a shape: for devices of each SM count (by default, all of `SM_COUNTS`), for `rank` or every rank.
+    """Every object of a shape: for devices of each SM count (by default those of `host`), for `rank` or every rank.
 
-    shape: the other arguments of `key_for`.
+    shape: the other arguments of `key_for`. Raises ConfigError for a host that there is not.
     """
+    if host not in SM_COUNTS:
+        raise ConfigError(f"host={host!r} must be one of {', '.join(SM_COUNTS)}: the core has host code")
     members = range(ranks) if rank is None else (rank,)
     keys = (
-        key_for(target, sm_count=count, ranks=ranks, rank=member, **shape)
+        key_for(target, sm_count=count, ranks=ranks, rank=member, host=host, **shape)
         for member in members
-        for count in sm_counts or SM_COUNTS[target]
+        for count in sm_counts or SM_COUNTS[host]
     )
     return tuple(dict.fromkeys(keys))
 
