@@ -246,6 +246,9 @@ def test_plans_that_differ_are_named(bench, changes, name):
     with pytest.raises(ConfigError, match=f"{name} differs: rank 0 has .*rank 1 has"):
         group.layers[1].prepare_cache(bench.kv())
     assert group.layers[1]._place is None
+    right = bench.layer(dcp=group.boxes[1], query_scratch=torch.zeros(64, 12, 576, dtype=torch.uint8), parity=1)
+    right.prepare_cache(bench.kv())  # it may come again
+    assert right._place is not None
 
 
 def test_a_launch_that_cannot_be_resident_is_refused(bench):

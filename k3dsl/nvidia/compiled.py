@@ -32,12 +32,15 @@ def compile_core(
     kv_format: str = "fp8",
     page_size: int = 64,
     core: str = "auto",
+    dcp: int = 1,
+    interleave: int = 1,
+    rank: int = 0,
     target: str | None = None,
     cache: "CompileCache | None" = None,
 ) -> Compiled:
     """The kernels of one (batch, q) from `cache`, built where they are missing. Needs no GPU if `target` is given.
 
-    Raises ConfigError for a shape that is not served, CaptureError inside a stream capture.
+    dcp, interleave, rank: of a group that shares contexts, and which of its ranks the kernels are for. Raises ConfigError for a shape that is not served, CaptureError inside a stream capture.
     """
     from k3dsl.cache import CompileCache
 
@@ -53,6 +56,8 @@ def compile_core(
         batches=(batch,),
         queries=(q,),
         core=core,
+        dcp=dcp,
+        interleave=interleave,
     )
     keys = shape_keys(
         target=target,
@@ -62,6 +67,9 @@ def compile_core(
         core=plan.choice(batch, q).core,
         rows=batch,
         q=q,
+        dcp=dcp,
+        interleave=interleave,
+        rank=rank,
     )
     store = cache if cache is not None else CompileCache()
     return Compiled(

@@ -24,6 +24,9 @@ class Exchange(Protocol):
     def fail(self, what: str, error: BaseException) -> None:
         """Tells the others that this rank will not come."""
 
+    def retract(self) -> None:
+        """The ranks did not agree: the round is over, for all of them or, where they come in turn, for none."""
+
 
 class StoreExchange:
     """One rank of a group of processes. store: a torch.distributed Store of this group alone; seconds: the bound."""
@@ -58,6 +61,9 @@ class StoreExchange:
         """Ends the round on which the others wait, or would."""
         self._put(what, {_FAILED: f"{type(error).__name__}: {error}"})
 
+    def retract(self) -> None:
+        """Every rank has seen the same, and every rank goes on to the next round."""
+
     def _put(self, what: str, facts: Mapping[str, Any]) -> None:
         self._round += 1
         self._store.set(f"{self._round}/{self.rank}", json.dumps([what, facts]))
@@ -79,6 +85,11 @@ class LocalExchange:
     def fail(self, what: str, error: BaseException) -> None:
         """Nobody waits."""
 
+    def retract(self) -> None:
+        """Those before have passed; this rank may come again."""
+        del self._rounds[self._round][self.rank]
+        self._round -= 1
+
 
 def agree(exchange: Exchange, what: str, facts: Mapping[str, Any]) -> None:
     """Raises ConfigError on every rank, naming each fact that differs and every rank's value of it."""
@@ -89,4 +100,5 @@ def agree(exchange: Exchange, what: str, facts: Mapping[str, Any]) -> None:
         if any(value != values[0] for value in values):
             bad.append(f"{name} differs: " + ", ".join(f"rank {r} has {v!r}" for r, v in enumerate(values)))
     if bad:
+        exchange.retract()
         raise ConfigError.of(f"{what}: the ranks", bad)

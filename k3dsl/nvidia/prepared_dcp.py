@@ -52,6 +52,7 @@ class PreparedDcp(PreparedMla):
         if isinstance(kv, Tensor) and self._place == place(kv):
             self._kv = ref(kv)
             return
+        self._runtime.guard("prepare_cache()")
         self._agreed = False
         try:
             super().prepare_cache(kv)

@@ -61,7 +61,7 @@ def allocate(group: Any, size: int, device: torch.device, exchange: StoreExchang
     start = own.data_ptr() - int(handle.buffer_ptrs[exchange.rank])
     starts = [int(theirs["start"]) for theirs in exchange.share("DcpBox memory", {"start": start})]
     addresses = [int(at) + offset for at, offset in zip(handle.buffer_ptrs, starts, strict=True)]
-    shared = int(getattr(handle, "multicast_ptr", 0) or 0)
+    shared = int(handle.multicast_ptr or 0) if multicast else 0
     if multicast and not shared:
         raise ConfigError("multicast=True, but the symmetric memory of this group has no multicast address")
     return Shared(own, addresses, shared + start if multicast else 0, handle)
