@@ -40,7 +40,8 @@ def compile_core(
 ) -> Compiled:
     """The kernels of one (batch, q) from `cache`, built where they are missing. Needs no GPU if `target` is given.
 
-    dcp, interleave, rank: of a group that shares contexts, and which of its ranks the kernels are for. Raises ConfigError for a shape that is not served, CaptureError inside a stream capture.
+    dcp, interleave, rank: of a group that shares contexts, and which of its ranks the kernels are for. Raises
+    ConfigError for a shape that is not served, CaptureError inside a stream capture.
     """
     from k3dsl.cache import CompileCache
 
