@@ -6,7 +6,8 @@ sha256 of all that was before. The same entries give the same bytes.
 
 An import reads the whole file first and checks every byte of it; only then does it publish, entry by entry, what is to
 be taken. So a refused bundle leaves nothing. What a checksum inside the file cannot prove is who made it: for that
-there is the `sha256` of the whole file, sent another way.
+there is the `sha256` of the whole file, sent another way. Host code, which runs in the process that loads it, is taken
+only from a file that nobody else can have written, or with that `sha256`.
 """
 
 import io
@@ -23,6 +24,7 @@ from k3dsl.cache.host import cannot_run
 from k3dsl.cache.key import CompileKey, is_digest
 from k3dsl.cache.store import unique
 from k3dsl.cache.tar import BundleError, Member, Sealed, finish, read_members, write_member
+from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
 
 if TYPE_CHECKING:
@@ -151,9 +153,10 @@ def import_bundle(
         found = _file_hash(file)
         if sha256 is not None and found != sha256.lower():
             raise BundleError(f"{path} has sha256 {found}, not {sha256}")
+        doubt = None if sha256 is not None else _doubt(cache, file)
         file.seek(0)
         for manifest, _ in unpack(file):  # reads and checks everything to the last byte
-            why = _refusal(manifest, targets, accept)
+            why = _refusal(manifest, targets, accept, doubt)
             if why is not None:
                 skipped.append(Skipped(manifest.digest, manifest.key["target"], why))
             elif cache.sound(manifest.compile_key()):
@@ -275,12 +278,25 @@ def _expect(members: Iterator[Member], name: str, sha256: str, size: int, limit:
 
 
 def _refusal(
-    manifest: Manifest, targets: tuple[str, ...] | None, accept: Callable[[Manifest], str | None] | None
+    manifest: Manifest,
+    targets: tuple[str, ...] | None,
+    accept: Callable[[Manifest], str | None] | None,
+    doubt: str | None,
 ) -> str | None:
     key = manifest.compile_key()
     if targets is not None and key.target not in targets:
         return f"it is for {key.target}, asked for was {', '.join(targets)}"
-    return cannot_run(key.toolchain.get("host_isa")) or (accept(manifest) if accept else None)
+    isa = key.toolchain.get("host_isa")
+    return cannot_run(isa) or (doubt if isa else None) or (accept(manifest) if accept else None)
+
+
+def _doubt(cache: "CompileCache", file: IO[bytes]) -> str | None:
+    """Why host code of this file is not taken: what the cache asks of its folder is asked of the file."""
+    try:
+        cache.trust.check(os.fstat(file.fileno()), "the bundle")
+    except UntrustedError as error:
+        return f"it has host code, and {error}, or give its sha256"
+    return None
 
 
 def _targets(target: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -393,6 +393,11 @@ class CompileCache:
 
     # For the modules of this package
 
+    @property
+    def trust(self) -> Trust:
+        """What is asked of the cache's own folder, and of files that bring host code."""
+        return self._home.trust
+
     def writable_folder(self) -> Folder | None:
         """The folder, made if it was not there; None where nothing may or can be stored."""
         return self._home.writable()

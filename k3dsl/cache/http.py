@@ -2,7 +2,7 @@
 
 An entry is one object, `<url>/v1/<target>/<aa>/<digest>.k3b`, a bundle of one entry. It is checked like any bundle, and
 its key compared, before anybody sees it. Checksums prove that it arrived as it was put; who may put is for the server
-to say, and that it is the server, for https.
+to say, and that it is the server, for https: objects with host code come over https, or from this machine, alone.
 
 A server can cost little: each request is over after `seconds`, name resolution included, and a server that failed is
 left alone for a while.
@@ -24,6 +24,7 @@ from k3dsl.cache.entry import CorruptError, Entry, Manifest
 from k3dsl.cache.key import CompileKey
 from k3dsl.cache.store import VERSION
 from k3dsl.cache.tar import BundleError
+from k3dsl.cache.trust import UntrustedError
 
 #: A LAN answers in milliseconds, a build takes seconds: who needs longer than this is of no help.
 SECONDS: Final = 5.0
@@ -32,6 +33,7 @@ PAUSE: Final = 60.0
 #: Kernel objects are well under a MB.
 OBJECT_LIMIT: Final = 64 * 2**20
 _SCHEMES: Final = ("http", "https", "http+rw", "https+rw")
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 T = TypeVar("T")
 
 
@@ -51,6 +53,7 @@ class HttpLayer:
         self.takes = parts.scheme.endswith("+rw")
         self._tls = parts.scheme.startswith("https")
         self._host, self._port = parts.hostname, parts.port
+        self._sure = self._tls or parts.hostname in _LOOPBACK
         self._base = parts.path.rstrip("/")
         where = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
         self.name = f"{parts.scheme}://{where}{self._base}"  # without the password
@@ -65,8 +68,11 @@ class HttpLayer:
     def load(self, key: CompileKey) -> Entry | None:
         """The entry of `key`, checked; None without one, or while a server that failed is left alone.
 
-        Raises CorruptError for an object that is not the entry, OSError (TimeoutError, ...) if the server fails.
+        Raises CorruptError for an object that is not the entry, OSError (TimeoutError, ...) if the server fails, and
+        UntrustedError, without asking, for host code over a connection that others could answer on.
         """
+        if key.toolchain.get("host_isa") and not self._sure:
+            raise UntrustedError("it has host code, which runs in this process: only https:// says whose it is")
         status, content = self._ask("GET", self._path(key.target, key.digest), None)
         if status in (0, 404, 410):
             return None

@@ -152,6 +152,25 @@ def test_what_cannot_run_here_is_skipped_with_the_reason(
     assert node.get(KEYS[2]) is None
 
 
+def test_host_code_is_taken_from_a_file_that_nobody_else_can_have_written(
+    source: CompileCache, node: CompileCache, tmp_path: Path
+) -> None:
+    """It runs in the process that loads it: what is asked of the cache's folder is asked of the file."""
+    key = make_key(0, toolchain={"dsl": "4.8.1", "host_isa": host_isa()})
+    source.get_or_build(key, Builder())
+    report = source.export(tmp_path / "x.k3b")
+    os.chmod(report.path, 0o666)
+    [skipped] = node.import_bundle(report.path).skipped
+    assert skipped.digest == key.digest
+    assert "has host code, and the bundle can be written by others (mode 666): chmod go-w it, or give" in skipped.reason
+    assert node.get(KEYS[0]) is not None  # the others are data
+    assert node.import_bundle(report.path, sha256=report.sha256).skipped == []
+    assert node.get(key) is not None
+    os.chmod(report.path, 0o644)
+    other = CompileCache(tmp_path / "other")
+    assert other.import_bundle(report.path).skipped == []
+
+
 def test_which_host_code_runs_where() -> None:
     """Lesson 17."""
     assert cannot_run(None, "x86-64") is None

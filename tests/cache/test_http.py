@@ -15,6 +15,7 @@ from cache_tools import Builder, make_key, payload_of
 
 from k3dsl.cache import CompileCache, bundle
 from k3dsl.cache.http import OBJECT_LIMIT, HttpLayer
+from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import ConfigError
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
@@ -182,6 +183,21 @@ class Bad(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def test_host_code_comes_over_https_or_from_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody between could answer for a plain server, and what is answered runs in this process."""
+    asked = []
+    monkeypatch.setattr(HttpLayer, "_ask", lambda self, *request: asked.append(self.name) or (404, b""))
+    key = make_key(0, toolchain={"host_isa": "x86-64"})
+    for url in ("http://cache.lan/k3", "http+rw://10.0.0.7/k3"):
+        with pytest.raises(UntrustedError, match="only https:// says whose it is"):
+            HttpLayer(url).load(key)
+        assert HttpLayer(url).load(make_key(0)) is None
+    assert len(asked) == 2
+    for url in ("https://cache.lan/k3", "http://localhost:80/k3", "http://127.0.0.1/k3", "http://[::1]/k3"):
+        assert HttpLayer(url).load(key) is None
+    assert len(asked) == 6
 
 
 @pytest.fixture
