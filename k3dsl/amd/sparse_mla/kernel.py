@@ -12,8 +12,8 @@ the arithmetic; nothing of a tile is shared between waves, so that the loop has 
 
 Rounding: K, V and scale * V are exact in bf16 (scales are powers of two), P is rounded to bf16, all sums are fp32.
 
-LDS of a wave: latents [2][32 keys][32 pieces of 16 bytes], rope [32][8 pieces], scales [32]. Piece c of a key lies at
-c ^ f(key), so that neither the reads of 16 keys at one column nor the transposing ones meet in a bank.
+LDS of a wave: latents [2][32 keys][32 pieces of 16 bytes], rope [32][8 pieces], scales [2][32]. Piece c of a key lies
+at c ^ f(key), so that neither the reads of 16 keys at one column nor the transposing ones meet in a bank.
 """
 
 # mypy: ignore-errors
@@ -26,16 +26,33 @@ from typing import Any
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl._mlir import ir
-from flydsl._mlir.dialects import llvm, rocdl, scf
+from flydsl._mlir.dialects import rocdl
 from flydsl.expr.typing import T
 
 from k3dsl.amd import primitives as p
+from k3dsl.amd.sparse_mla.device import (
+    bounded,
+    either,
+    extract,
+    finite,
+    lds_words,
+    load_lds,
+    load_to_lds,
+    permuted,
+    splat,
+    store_lds,
+    transposed,
+    wait_for_lds,
+    wait_for_loads,
+    widen,
+)
 from k3dsl.amd.sparse_mla.key import (
     LATENT_BYTES,
     MAX_WAVES,
     RECORD,
     ROPE_AT,
     ROPE_BYTES,
+    SCALE_BYTES,
     SCALES_AT,
     TILE,
     WAVE,
@@ -48,6 +65,11 @@ from k3dsl.amd.sparse_mla.key import (
 SLACK = 8.0
 LN2 = 0.6931471805599453
 COLUMNS = 32  # tiles of 16 latent columns
+#: Reads of LDS in flight while values, and keys, are multiplied: a wave has its SIMD for itself, no other hides them.
+AHEAD, KEYS_AHEAD = 8, 4
+#: Where in a wave's LDS, behind the two tiles of latents.
+ROPE_BASE = 2 * LATENT_BYTES
+SCALE_BASE = ROPE_BASE + ROPE_BYTES
 
 
 def trace(key: SparseMlaKey, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -133,8 +155,7 @@ class Token:
         self.scale_source = kv + fx.Int64(SCALES_AT)
         # QK: lane reads piece 4c + group of key `head`, then of key 16 + head
         self.key_place = self.base + head * 512 + (head ^ group) * 16
-        self.rope_place = self.base + 2 * LATENT_BYTES + head * 128 + ((p.shr(head, 1) % 8) ^ group) * 16
-        self.scale_base = self.base + 2 * LATENT_BYTES + ROPE_BYTES
+        self.rope_place = self.base + ROPE_BASE + head * 128 + ((p.shr(head, 1) % 8) ^ group) * 16
         # PV: lanes 2r, 2r + 1 of a group read the halves of a piece of its r-th key: 4 group + r, then 16 + 4 group + r
         row = p.shr(head, 1)
         near = group * 4 + (row % 4)
@@ -162,21 +183,18 @@ class Token:
 
     def request(self, slots: fx.Int32, buffer: fx.Int32) -> None:
         """Issues the loads of a tile, 32 records, into LDS: 656 bytes each, none twice."""
-
-        def record(source: fx.Int64, place: Any) -> ir.Value:
-            slot = fx.Int32(rocdl.ds_bpermute(T.i32, p.word(place), p.word(slots)))
-            return p.raw(p.long(slot) * fx.Int64(RECORD) + source)
-
+        size = fx.Int64(RECORD)
+        near = permuted(self.latent_lane, slots, [8 * j for j in range(16)])
         latents = self.base + buffer * LATENT_BYTES
         for j in range(0, 16, 4):
-            # key 2j sits at the pieces permuted by f(2j) = 2j & 15 ^ (16 & 2j) / 2
+            # key 2j has its pieces permuted by f(2j) = 2j & 15 ^ (16 & 2j) / 2
             shuffle = [((2 * i) & 15) ^ ((2 * i & 16) >> 1) for i in range(j, j + 4)]
-            addresses = [record(self.latent_source[shuffle[i] // 2], self.latent_lane + (j + i) * 8) for i in range(4)]
+            addresses = [p.long(near[j + i]) * size + self.latent_source[shuffle[i] // 2] for i in range(4)]
             load_to_lds(latents + j * 1024, addresses)
-        rope = [record(self.rope_source[r], self.rope_lane + r * 32) for r in range(4)]
-        load_to_lds(self.base + 2 * LATENT_BYTES, rope)
-        own = p.raw(p.long(slots) * fx.Int64(RECORD) + self.scale_source)
-        load_to_lds(self.scale_base, [own], lanes=32)
+        near = permuted(self.rope_lane, slots, [32 * r for r in range(4)])
+        load_to_lds(self.base + ROPE_BASE, [p.long(near[r]) * size + self.rope_source[r] for r in range(4)])
+        own = p.long(slots) * size + self.scale_source
+        load_to_lds(self.base + SCALE_BASE + buffer * SCALE_BYTES, [own], lanes=32)
 
     # ---- one token
 
@@ -218,15 +236,7 @@ class Token:
         """One tile; the next one is requested before this one's arithmetic."""
         start, buffer, mask, following = (fx.Int32(v) for v in state[:4])
         wait_for_loads()
-        rope = [
-            p_load(self.rope_place ^ (64 * c) if c else self.rope_place, 4, 2048 * b)
-            for b in range(2)
-            for c in range(2)
-        ]
-        scales = [p_load(self.scale_base + self.head * 16, 4, 256 * b) for b in range(2)]
-        key_scales = [
-            p_load(self.scale_base + self.group * 64, 4, 256 * b + 16 * i) for b in range(2) for i in range(4)
-        ]
+        rope = [lds_words(self.rope_place ^ (64 * c), 2048 * b) for b in range(2) for c in range(2)]
         wait_for_lds()
 
         def request_next() -> list[Any]:
@@ -239,26 +249,19 @@ class Token:
         left = self.end - start
         inside = p.choose(left < TILE, (fx.Int32(1) << (left % 32)) - 1, fx.Int32(-1))
         present = mask & inside
-        attend = lambda: self.attend(state[4:], present, buffer, rope, scales, key_scales)  # noqa: E731
+        attend = lambda: self.attend(state[4:], present, buffer, rope)  # noqa: E731
         done = either(present != 0, attend, state[4:]) if self.key.has_invalid else attend()
         return [start + step, buffer ^ 1, next_mask, after, *done]
 
-    def attend(
-        self, state: Sequence[Any], present: fx.Int32, buffer: fx.Int32, rope: list, scales: list, key_scales: list
-    ) -> list[Any]:
+    def attend(self, state: Sequence[Any], present: fx.Int32, buffer: fx.Int32, rope: list) -> list[Any]:
         """Scores, softmax and the weighted sum of the keys in LDS."""
-        latents = buffer * LATENT_BYTES
-        scores = []
-        for block in range(2):
-            total = p.zeros()
-            for c in range(8):
-                raw = p_load((self.key_place + latents) ^ (16 * (4 * c ^ 8 * block)), 4, 8192 * block)
-                words, scale = p.split(raw, 4), extract(scales[block], c // 2)
-                for half in range(2):
-                    total = p.mfma_bf16(widen(words[2 * half : 2 * half + 2], scale), self.query[2 * c + half], total)
-            for c in range(2):
-                total = p.mfma_bf16(rope[2 * block + c], self.query[16 + c], total)
-            scores += p.floats(total)
+        scores = self.scores(buffer, rope)
+        # on their way while the softmax is computed: the scales of its keys, and the first values
+        scale_place = self.base + SCALE_BASE + buffer * SCALE_BYTES + self.group * 64
+        key_scales = [lds_words(scale_place, 256 * b + 16 * i) for b in range(2) for i in range(4)]
+        place = self.value_place + buffer * LATENT_BYTES
+        values = [transposed(place ^ (16 * n), 0) for n in range(AHEAD)]
+        p.schedule_fence()
         factor = fx.Float32(self.a["scale"])
         scores = [s * factor for s in scores]
         scores = either(present != -1, lambda: self.masked(scores, present), scores)
@@ -288,14 +291,54 @@ class Token:
         for quarter in range(4):
             scaled = [v * extract(key_scales[i], quarter) for i, v in enumerate(powers)]
             weights.append(p.join([p.pack_bf16(scaled[i], scaled[i + 1]) for i in range(0, 8, 2)]))
-        place = self.value_place + latents
-        for n in range(COLUMNS):
-            words = transposed(place ^ (16 * (n % 16)), 256 * (n // 16))
-            sums[n] = p.mfma_bf16(widen(words, fx.Float32(1.0)), weights[n // 8], sums[n])
+        ready = None
+        for n in range(COLUMNS):  # reads run AHEAD, conversions one step ahead of the products
+            if n + AHEAD < COLUMNS:
+                values.append(transposed(place ^ (16 * ((n + AHEAD) % 16)), 256 * ((n + AHEAD) // 16)))
+            wide = widen(p.split(values[n], 2), fx.Float32(1.0))
+            p.schedule_fence()
+            if ready is not None:
+                sums[n - 1] = p.mfma_bf16(ready, weights[(n - 1) // 8], sums[n - 1])
+            ready = wide
+        sums[-1] = p.mfma_bf16(ready, weights[-1], sums[-1])
         return [reference, total, *sums]
 
+    def scores(self, buffer: fx.Int32, rope: list) -> list[fx.Float32]:
+        """Products of the tile's keys and the queries: score 4 b + i is that of key 16 b + 4 group + i."""
+        latents, scale_place = buffer * LATENT_BYTES, self.base + SCALE_BASE + buffer * SCALE_BYTES + self.head * 16
+        scales = [lds_words(scale_place, 256 * b) for b in range(2)]
+        order = [(block, c) for c in range(8) for block in range(2)]  # two sums in turn
+
+        def read(block: int, c: int) -> ir.Value:
+            return lds_words((self.key_place + latents) ^ (16 * (4 * c ^ 8 * block)), 8192 * block)
+
+        raw = [read(*place) for place in order[:KEYS_AHEAD]]
+        totals = [p.zeros(), p.zeros()]
+        for block in range(2):
+            for c in range(2):
+                totals[block] = p.mfma_bf16(rope[2 * block + c], self.query[16 + c], totals[block])
+        p.schedule_fence()
+        ready: tuple[Any, ...] | None = None
+        for c in range(8):
+            for half in range(2):
+                for block in range(2):
+                    k = 2 * c + block
+                    if half == 0 and k + KEYS_AHEAD < len(order):
+                        raw.append(read(*order[k + KEYS_AHEAD]))
+                    words = p.split(raw[k], 4)[2 * half : 2 * half + 2]
+                    wide = widen(words, extract(scales[block], c // 2))
+                    p.schedule_fence()
+                    if ready is not None:
+                        a, which, at = ready
+                        totals[at] = p.mfma_bf16(a, self.query[which], totals[at])
+                    ready = (wide, 2 * c + half, block)
+        assert ready is not None
+        a, which, at = ready
+        totals[at] = p.mfma_bf16(a, self.query[which], totals[at])
+        return [s for total in totals for s in p.floats(total)]
+
     def masked(self, scores: list[fx.Float32], present: fx.Int32) -> list[fx.Float32]:
-        """Scores of keys that are not there become -inf. Score 4 b + i is that of key 16 b + 4 group + i."""
+        """Scores of keys that are not there become -inf."""
         mine = p.shr(present, self.group * 4)
         return [
             p.choose((mine & (1 << (16 * (k // 4) + k % 4))) != 0, s, fx.Float32(float("-inf")))
@@ -345,7 +388,7 @@ class Token:
                 for i, value in enumerate(p.floats(load_lds(at, T.f32x4, 0))):
                     parts[i] = parts[i] + value * factors[w]
             words = [p.pack_bf16(parts[0], parts[1]), p.pack_bf16(parts[2], parts[3])]
-            with heads_only(self.head, key.heads):
+            with p.when(self.head < key.heads):
                 p.store(buffer, offset + n * 32, words)
             return [n + 1]
 
@@ -358,21 +401,6 @@ class Token:
                 p.store(target, lane * 4, [p.bits(value)])
 
 
-# ---- pieces
-
-
-def either(condition: Any, then: Callable[[], Sequence[Any]], otherwise: Sequence[Any]) -> list[Any]:
-    """`then()` where `condition` holds, which is the same in all lanes; else `otherwise`."""
-    other = [p.raw(v) for v in otherwise]
-    op = scf.IfOp(p.raw(condition), [v.type for v in other], has_else=True)
-    with ir.InsertionPoint(op.then_block):
-        scf.YieldOp([p.raw(v) for v in then()])
-    with ir.InsertionPoint(op.else_block):
-        scf.YieldOp(other)
-    kinds = [type(v) if hasattr(v, "ir_value") else (lambda x: x) for v in otherwise]
-    return [kind(v) for kind, v in zip(kinds, op.results, strict=True)]
-
-
 def when_any(mask: fx.Int32, key: SparseMlaKey, body: Callable[[], None]) -> None:
     """`body` unless no entry of a tile is a key."""
     if not key.has_invalid:
@@ -380,97 +408,3 @@ def when_any(mask: fx.Int32, key: SparseMlaKey, body: Callable[[], None]) -> Non
         return
     with p.when(mask != 0):
         body()
-
-
-def heads_only(head: fx.Int32, heads: int) -> Any:
-    """The lanes whose column is a head."""
-    return p.when(head < heads)
-
-
-def finite(value: fx.Float32) -> fx.Float32:
-    """0 for -inf: where all keys so far are masked, exponentials of -inf - 0 are 0 and not NaN."""
-    return p.choose(value == fx.Float32(float("-inf")), fx.Float32(0.0), value)
-
-
-def bounded(address: fx.Int64, size: fx.Int32) -> ir.Value:
-    """A buffer resource of `size` bytes: reads past it bring 0."""
-    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), p.raw(address))
-    flags = fx.Int32((7 << 12) | (4 << 15)).ir_value()
-    zero = fx.Int16(0).ir_value()
-    return rocdl.make_buffer_rsrc(ir.Type.parse("!llvm.ptr<8>"), pointer, zero, p.raw(p.long(size)), flags)
-
-
-def load_to_lds(place: fx.Int32, addresses: Sequence[ir.Value], lanes: int = WAVE) -> None:
-    """LDS-DMA of 16 bytes a lane from each address. Of load k, lane l lands at place + 1024 k + 16 l; address k must be
-    1024 k short, because an instruction's offset counts on both sides.
-
-    As text, because the compiler would make every read of LDS wait for all DMA. It counts the loads that it knows and
-    waits for at least those: more loads in flight can only make it wait longer.
-    """
-    body = ["s_mov_b32 m0, $0", "s_nop 0"]
-    body += [f"global_load_lds_dwordx4 ${k + 1}, off offset:{1024 * k}" for k in range(len(addresses))]
-    if lanes == 32:
-        body = ["s_mov_b32 exec_hi, 0", *body, "s_mov_b32 exec_hi, -1"]
-    constraints = ",".join(["s", *["v"] * len(addresses), "~{memory}", "~{m0}"])
-    llvm.inline_asm(None, [p.word(p.uniform(place)), *addresses], "\n".join(body), constraints, has_side_effects=True)
-
-
-def wait_for_loads() -> None:
-    """All loads of the wave, those into LDS among them, are done."""
-    llvm.inline_asm(None, [], "s_waitcnt vmcnt(0)", "~{memory}", has_side_effects=True)
-
-
-def wait_for_lds() -> None:
-    """All reads of LDS are done: what they read may be overwritten."""
-    llvm.inline_asm(None, [], "s_waitcnt lgkmcnt(0)", "~{memory}", has_side_effects=True)
-
-
-def pointer(place: fx.Int32, extra: int) -> ir.Value:
-    """A byte of LDS by its number; `extra` becomes the instruction's offset."""
-    kind = ir.Type.parse("!llvm.ptr<3>")
-    base = llvm.inttoptr(kind, p.word(place))
-    flags = llvm.GEPNoWrapFlags.inbounds
-    return llvm.getelementptr(kind, base, [p.word(extra)], [-(2**31)], T.i8, flags) if extra else base
-
-
-def load_lds(place: fx.Int32, kind: ir.Type, extra: int) -> ir.Value:
-    size = 16 if isinstance(kind, ir.VectorType) else 4
-    return llvm.load(kind, pointer(place, extra), alignment=size)
-
-
-def p_load(place: fx.Int32, count: int, extra: int) -> ir.Value:
-    """Dwords of LDS."""
-    return load_lds(place, p.words_type(count), extra)
-
-
-def store_lds(place: fx.Int32, value: Any, extra: int) -> None:
-    raw = p.raw(value)
-    size = 16 if isinstance(raw.type, ir.VectorType) else 4
-    llvm.store(raw, pointer(place, extra), alignment=size)
-
-
-def transposed(place: fx.Int32, extra: int) -> list[fx.Int32]:
-    """Eight bytes of a column: each 16 lanes read 8 rows of 16 bytes, lanes 2r and 2r + 1 the halves of row r, and lane
-    i receives column i."""
-    return p.split(rocdl.ds_read_tr8_b64_(ir.VectorType.get([2], T.i32), pointer(place, extra)), 2)
-
-
-def extract(vector: ir.Value, at: int) -> fx.Float32:
-    """A float of a vector of dwords."""
-    return p.as_float(fx.Int32(llvm.extractelement(vector, p.word(at))))
-
-
-def splat(value: fx.Float32) -> ir.Value:
-    """Four times the same."""
-    return p.raw(fx.Vector.from_elements([value] * 4))
-
-
-def widen(words: Sequence[fx.Int32], scale: fx.Float32) -> ir.Value:
-    """Eight e4m3 of two dwords times a power of two, as bf16 in four."""
-    kind = ir.VectorType.get([2], T.bf16)
-    pairs = [
-        llvm.bitcast(T.i32, rocdl.cvt_scalef32_pk_bf16_fp8(kind, p.word(w), p.number(scale), high))
-        for w in words
-        for high in (False, True)
-    ]
-    return p.join([fx.Int32(v) for v in pairs])

@@ -28,11 +28,11 @@ WAVE: Final = 64
 TILE: Final = 32
 #: Most waves of a workgroup; a launch has two or four.
 MAX_WAVES: Final = 4
-#: LDS of a wave, bytes: two tiles of latents, one of rope parts, one of scales.
+#: LDS of a wave, bytes: two tiles of latents and of scales, one of rope parts.
 LATENT_BYTES: Final = TILE * LATENT
 ROPE_BYTES: Final = TILE * ROPE * 2
 SCALE_BYTES: Final = TILE * 16
-WAVE_BYTES: Final = 2 * LATENT_BYTES + ROPE_BYTES + SCALE_BYTES
+WAVE_BYTES: Final = 2 * LATENT_BYTES + ROPE_BYTES + 2 * SCALE_BYTES
 
 #: Parameters of the kernel in order.
 PARAMS: Final = (
