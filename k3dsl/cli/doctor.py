@@ -3,13 +3,18 @@
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import typer
 
 from k3dsl import __version__
+from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, out
 from k3dsl.errors import K3Error
+
+if TYPE_CHECKING:
+    from k3dsl.nvidia.device import Device
 
 _MARKS: Final = {
     "ok": "[green]ok[/green]  ",
@@ -29,14 +34,15 @@ class Check:
     todo: str = ""
 
 
-def doctor(json: Json = False) -> None:
+def doctor(plan: args.PlanFile = None, json: Json = False) -> None:
     """Looks at GPU, driver, toolchains, cache folder, layers and environment; says what is wrong and what to do.
 
-    Exit 1 if something is wrong. A machine without a GPU or a compiler is not wrong: it cannot do some things.
+    Exit 1 if something is wrong. A machine without a GPU or a compiler is not wrong: it cannot do some things. With
+    --plan, kernels of its deployments that are not there are wrong.
 
-    Example: k3dsl doctor --json
+    Example: k3dsl doctor --plan plan.toml
     """
-    checks = [*python(), *gpu(), *toolchain(), *caches(), *environment()]
+    checks = [*python(), *gpu(), *toolchain(), *caches(), *kernels(plan), *environment()]
     ok = all(check.status != "bad" for check in checks)
     if json:
         emit({"ok": ok, "checks": [asdict(check) for check in checks]})
@@ -85,10 +91,24 @@ def gpu() -> list[Check]:
         if facts.target is None:
             checks.append(Check(f"GPU {index}", "warn", text, "no kernels for it: target reference runs on it"))
         else:
-            checks.append(Check(f"GPU {index}", "ok", f"{text}, target {facts.target}"))
+            checks.append(Check(f"GPU {index}", "ok", f"{text}, target {facts.target}", _unusual(facts)))
     if not count:
         checks.append(Check("GPU", "info", "none"))
     return [*checks, *_torch_sees(count)]
+
+
+def _unusual(facts: "Device") -> str:
+    """What to do about a Blackwell with another number of SMs than is sold: objects of its core depend on it."""
+    from k3dsl.nvidia.core.tokenspeed import SM_COUNTS, TARGETS
+    from k3dsl.nvidia.host_object import host_isa
+
+    sold = SM_COUNTS.get(host_isa(), ())
+    if facts.target not in TARGETS or facts.sm_count in sold:
+        return ""
+    return (
+        f"a warm-up lists cores for {' or '.join(map(str, sold))} SMs: those for {facts.sm_count} are built when a "
+        "layer is prepared"
+    )
 
 
 def _torch_sees(count: int) -> list[Check]:
@@ -155,6 +175,54 @@ def caches() -> list[Check]:
     from k3dsl.cache.doctor import findings
 
     return [Check(f.name, f.status, f.found, f.todo) for f in findings()]
+
+
+def kernels(plan: Path | None) -> list[Check]:
+    """Whether every kernel is there: of a plan file's deployments, or of the usual ones for the GPUs that are here."""
+    from k3dsl.cache import CompileCache
+    from k3dsl.deployment import Deployment
+    from k3dsl.dims import MlaDims
+
+    try:
+        cache = CompileCache()
+        if plan is not None:
+            here = _targets()
+            plans = {
+                one.target: {str(plan): one}
+                for one in args.PlanArguments(plan=plan).deployments()
+                if not here or one.target in here
+            }
+        else:
+            usual = {f"tp {tp}": MlaDims.kimi_k3(tp) for tp in (8, 16)}
+            plans = {t: {name: Deployment(dims, target=t) for name, dims in usual.items()} for t in _targets()}
+        checks = []
+        for target, named in plans.items():
+            counts = {}
+            for name, one in named.items():
+                keys = one.keys()
+                counts[name] = (sum(key in cache for key in keys), len(keys))
+            ready = [name for name, (there, all_) in counts.items() if there == all_]
+            text = ", ".join(f"{name}: {there} of {all_} keys" for name, (there, all_) in counts.items())
+            if ready:
+                checks.append(Check(f"kernels {target}", "ok", f"ready for {' and '.join(ready)} ({text})"))
+            else:
+                todo = "k3dsl warmup here, or elsewhere and k3dsl cache import; k3dsl cache why says what is missing"
+                checks.append(Check(f"kernels {target}", "info" if plan is None else "bad", f"not ready: {text}", todo))
+        return checks
+    except K3Error as error:
+        return [Check("kernels", "warn" if plan is None else "bad", str(error).splitlines()[0])]
+
+
+def _targets() -> list[str]:
+    """The targets of the GPUs that are here."""
+    from k3dsl.nvidia.device import device
+    from k3dsl.nvidia.driver import driver
+
+    try:
+        found = [device(index).target for index in range(driver().device_count())]
+    except K3Error:
+        return []
+    return list(dict.fromkeys(target for target in found if target is not None))
 
 
 def environment() -> list[Check]:
