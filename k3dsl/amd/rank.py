@@ -188,6 +188,26 @@ class MlaPreRank:
             lines.append(f"alarms of ranks {alarms}")
         raise PeerError("\n  - ".join(["mla_pre gave up waiting", *lines]))
 
+    def check_group(self, group: Any = None) -> None:
+        """`check` of every rank at once: raises PeerError on all of them, naming those that failed. Collective.
+
+        A rank that stalls may be the first to give up; what it passes on then has right tags, and the others see
+        nothing wrong. So a failure is the group's, and only a vote tells everybody in the same step. The vote goes
+        over torch.distributed as pickled objects: give a CPU (gloo) group, and call it every few steps.
+        """
+        import torch.distributed as dist
+
+        guard("reading a rank's health")
+        health = self.read_health()
+        votes: list[Any] = [None] * self.ranks
+        mine = ([] if health else health.lines()[:12], self.alarms() if self.rank == 0 else [])
+        dist.all_gather_object(votes, mine, group=group)
+        lines = [f"rank {r} {line}" for r, (found, _) in enumerate(votes) for line in found]
+        if votes[0][1]:
+            lines.append(f"alarms of ranks {votes[0][1]}")
+        if lines:
+            raise PeerError("\n  - ".join(["mla_pre gave up waiting", *lines]))
+
     def poll(self) -> bool:
         """Whether nothing is known to have failed. Never waits: it looks at the last copy of the failure word that
         has landed and queues the next; a failure shows one or two calls later. During a capture it only looks."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from k3dsl import reference
 from k3dsl.amd.mla_pre.key import HEADS, MlaPreBuild
+from k3dsl.amd.mla_pre.layout import Rows, regions
 from k3dsl.amd.peers import Layout, PeerGroup
 from k3dsl.amd.prepared import PreparedMlaPre
 from k3dsl.amd.rank import MlaPreRank
@@ -172,6 +173,27 @@ class Group:
         return [oracle.mla_pre(oracle_of(r), nblocks=nblocks, w_uk=w_uk, **given) for r in range(self.ranks)]
 
 
-def build_of(group: Group) -> MlaPreBuild:
-    """The first build of a group's layers."""
-    return next(iter(group.layers[0]._keys.values()))
+class HandOffs:
+    """What a launch left in a rank's scratch, read by the layout alone."""
+
+    def __init__(self, layer: PreparedMlaPre, key: MlaPreBuild) -> None:
+        self._scratch, self._regions, self.rows = layer.rank.scratch, regions(key), key.tokens
+
+    def tags(self, name: str) -> list[int]:
+        """The tags of a region's pairs."""
+        found = self._pairs(name)[:, 1].unique().tolist()
+        return [int(tag) for tag in found]
+
+    def halves(self, name: str, *shape: int) -> Tensor:
+        """A region of bf16 pairs."""
+        return self._pairs(name)[:, 0].contiguous().view(torch.bfloat16).view(self.rows, *shape)
+
+    def plain(self, row: Rows) -> Tensor:
+        """Plain rows: bf16 [S, n]."""
+        found = self._scratch[row.offset : row.offset + self.rows * row.pitch]
+        return found.view(torch.bfloat16).view(self.rows, -1)
+
+    def _pairs(self, name: str) -> Tensor:
+        region = self._regions[name]
+        found = self._scratch[region.offset : region.offset + region.pairs * 8]
+        return found.view(torch.int32).view(-1, 2)

@@ -17,15 +17,17 @@ pytest.importorskip("flydsl")
 pytest.importorskip("tinygrad")
 
 import mla_pre_group as group_of
-from mla_pre_group import PAGE, PAGES, Group, step_inputs
+from mla_pre_group import PAGE, PAGES, Group, HandOffs, step_inputs
 
 from k3dsl import reference
 from k3dsl.amd.mla_pre import contract
 from k3dsl.amd.mla_pre.key import HEADS, MlaPreBuild
 from k3dsl.amd.mla_pre.launch import build
+from k3dsl.amd.mla_pre.layout import QC_ROWS, X_ROWS
 from k3dsl.dims import MlaDims
 from k3dsl.errors import PeerError
 from k3dsl.reference import mla_pre as oracle
+from k3dsl.reference.rounding import f8_clamped
 
 pytestmark = pytest.mark.emulator
 
@@ -75,6 +77,44 @@ def check_step(group: Group, given: dict[str, Any], nblocks: int, slots: list[Te
         assert torch.equal(every[0][:, HEADS * group.ranks :], every[0][:, :spare])
 
 
+def ulps(mine: Tensor, exact: Tensor, slack: float) -> float:
+    """The largest distance from float64 in units of the last bf16 place, `slack` of which a float32 sum may miss."""
+    unit = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))) - 7)
+    return float(((mine.double() - exact).abs() / (unit + slack)).max())
+
+
+def check_stages(group: Group, nblocks: int, delta: bool, slots: list[Tensor], rows: int) -> None:
+    """Every stage after the mix recomputed in float64 from what the kernel itself handed to it, on two of the ranks."""
+    for r in {0, group.ranks - 1}:
+        layer, w = group.layers[r], group_of.oracle_of(r)
+        key = layer._keys[(rows, nblocks, delta)]
+        found = HandOffs(layer, key)
+        tag = int(layer.rank.epoch) * 256 + layer.slot + 1
+        assert all(found.tags(name) == [tag] for name in ("part", "wgt", "msq", "xrdy", "qa", "qcr", "qn"))
+        x, qa, qc = found.plain(X_ROWS), found.halves("qa", 2112), found.plain(QC_ROWS)
+        assert ulps(qa, x.double() @ w.w_qkv.double().T, 1e-5) <= 1
+        gate = torch.sigmoid((x.double() @ w.w_g.double().T).to(torch.bfloat16).double()).to(torch.bfloat16)
+        differ = layer.rank.gate(rows) != gate  # only where float32 rounds the gate to the other neighbour
+        assert float(differ.float().mean()) < 1e-2
+        assert float((layer.rank.gate(rows).float() - gate.float()).abs().max()) < 2**-6
+        want_qc, entry = oracle.norms(qa, w, torch.float64)
+        assert ulps(qc, want_qc.double(), 1e-6) <= 1
+        assert float((qc != want_qc).float().mean()) <= 1e-3
+        live = slots[r] >= 0
+        if bool(live.any()):
+            nearly(group.caches[r].view(-1, 576)[slots[r][live]], entry[live], 1e-3)
+        qn, pe = found.halves("qn", HEADS, 128), layer.rank.query(rows)[:, r * HEADS : (r + 1) * HEADS, 512:]
+        nope, rope = oracle.split_heads(qc.double() @ w.w_qb.double().T)
+        assert ulps(qn, nope, 1e-5) <= 1
+        nearly(pe.contiguous(), f8_clamped(rope.to(torch.bfloat16)).view(torch.uint8), 1e-2)
+        latent = layer.rank.query(rows)[:, r * HEADS : (r + 1) * HEADS, :512].contiguous()
+        if key.w_uk == "mxfp4":  # exact: no sum of it is rounded
+            absorbed = oracle.absorb_mxfp4(qn, w.w_k, w.w_k_scale)
+            assert torch.equal(latent, f8_clamped(absorbed).view(torch.uint8))
+        else:
+            nearly(latent, f8_clamped(oracle.absorb_bf16(qn, w.w_uk_t, torch.float64)).view(torch.uint8), 1e-2)
+
+
 def slots_of(ranks: int, rows: int, kind: str, seed: int = 0) -> list[Tensor]:
     """Each token's slot on its rank. kind: "own" (token t on rank t mod ranks), "none", "mixed"."""
     order = torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(seed))[:rows]
@@ -92,6 +132,7 @@ def run_case(
     given, slots = step_inputs(rows, nblocks, seed=rows + nblocks, delta=delta), slots_of(ranks, rows, kind)
     prefixes = group.project(given, slots)
     check_step(group, given, nblocks, slots, prefixes)
+    check_stages(group, nblocks, delta, slots, rows)
 
 
 @pytest.mark.parametrize(

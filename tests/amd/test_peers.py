@@ -118,10 +118,20 @@ def _shares(rank: int, ranks: int) -> tuple[Any, ...]:
             said = str(error)
         mine.reset()
         assert mine.alarms() == []
+    dist.barrier()
+    votes = []
+    for failed in (None, 1):  # nobody, then rank 1 alone: both are told
+        if rank == failed:
+            mine.health[0] = 1
+        try:
+            mine.check_group()
+            votes.append("")
+        except PeerError as error:
+            votes.append(str(error))
     tables = [mine.table(rows) for rows in (2, 4)]
     offsets = [(t - torch.tensor(peers.bases)).tolist() for t in tables if t is not None]
     peers.close(dist.barrier)
-    return own, raised, said, offsets, len(memory.closed)
+    return own, raised, said, offsets, len(memory.closed), votes
 
 
 def test_two_processes_write_each_others_buffers() -> None:
@@ -133,6 +143,9 @@ def test_two_processes_write_each_others_buffers() -> None:
     width = 2 * 8 * peer_pairs(2, 2)
     assert first[3] == second[3] == [[PEER_HEAD] * 2, [PEER_HEAD + width] * 2]
     assert first[4] == second[4] == 2
+    assert first[5] == second[5]
+    assert first[5][0] == ""
+    assert "rank 1 FAILED; 0 of 256 workgroups gave up" in first[5][1]
 
 
 def _fails(rank: int, ranks: int, what: str) -> tuple[str, int]:
