@@ -190,7 +190,7 @@ def test_refusals_of_a_step(group):
         virtual_step(group.layers[:1], calls[:1])
     with pytest.raises(ConfigError, match="totals"):
         virtual_step(group.layers, [{**c, "totals": None} for c in calls])
-    with pytest.raises(ConfigError, match="lengths is int64"):
+    with pytest.raises(ConfigError, match="totals is int64"):
         virtual_step(group.layers, [{**c, "totals": c["totals"].long()} for c in calls])
     with pytest.raises(NotPrepared):
         virtual_step(group.layers, group.calls(2))

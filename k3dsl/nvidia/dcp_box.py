@@ -174,7 +174,7 @@ class DcpBox:
 
     def reset(self) -> None:
         """Makes a poisoned box usable again; every rank calls it, with no step under way. Raises PeerError for one that
-        does not come."""
+        does not come within prepare_timeout."""
         guard("DcpBox.reset()")
         self._synchronize()
         self._barrier("DcpBox.reset")  # from here on nobody's stores are under way

@@ -127,7 +127,7 @@ class PreparedDcp(PreparedMla):
         source, target = projected.data_ptr(), out.data_ptr()
         if strides is None or source & 15 or target & 3 or (cache is not self._kv() and place(cache) != self._place):
             bad = step_problems(self._dims, projected.shape[0], q, self._runtime.torch_device, lengths=totals)
-            require("run: totals", bad)
+            require("run", [text.replace("lengths", "totals", 1) for text in bad])
             strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
         pitch, table_stride = strides
         keys, all_keys = lengths.data_ptr(), totals.data_ptr()
