@@ -44,6 +44,7 @@ def test_an_error_names_its_rank_and_ends_all(pair):
         pair.call("rank_functions:fail_on", 1)
     assert set(e.value.failures) == {1}
     assert all(map(gone, pids))
+    assert not pair.alive
     with pytest.raises(RankError, match="the ranks have ended"):
         pair.call("rank_functions:where")
 

@@ -36,17 +36,20 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """One group for the tests that leave it whole."""
-    with started() as pair:
-        yield pair
+def kept():
+    """The group that tests share, in a list; replaced when a failed test has ended it."""
+    groups = []
+    yield groups
+    for group in groups:
+        group.close()
 
 
 @pytest.fixture
-def fresh():
-    """A group of its own for a test that may not leave it whole."""
-    with started() as pair:
-        yield pair
+def shared(kept):
+    """A group for tests that leave it whole."""
+    if not kept or not kept[-1].alive:
+        kept.append(started())
+    return kept[-1]
 
 
 @pytest.mark.parametrize("q", [1, 4])
@@ -61,8 +64,8 @@ def test_ranks_give_what_one_device_gives(shared, interleave, q):
 
 
 @pytest.mark.parametrize("stopped", range(DCP))
-def test_a_stopped_rank_ends_the_other_with_its_name(fresh, stopped):
-    found = fresh.call("parallel_ranks:stop", ParallelCase(DCP), stopped, BOUND, timeout=90)
+def test_a_stopped_rank_ends_the_other_with_its_name(shared, stopped):
+    found = shared.call("parallel_ranks:stop", ParallelCase(DCP), stopped, BOUND, timeout=90)
     for rank, one in enumerate(found):
         one.after.require()
         if rank == stopped:
@@ -74,8 +77,9 @@ def test_a_stopped_rank_ends_the_other_with_its_name(fresh, stopped):
             assert str(ending.again) == str(ending.error)
 
 
-def test_a_killed_rank_ends_the_other_with_its_name(fresh):
-    found = fresh.call("parallel_ranks:die", ParallelCase(DCP), 1, BOUND, timeout=90, dying=(1,))
+def test_a_killed_rank_ends_the_other_with_its_name():
+    with started() as pair:
+        found = pair.call("parallel_ranks:die", ParallelCase(DCP), 1, BOUND, timeout=90, dying=(1,))
     assert (found[0].error.rank, found[0].error.peer, found[0].error.region) == (0, 1, "q")
     assert found[0].seconds <= 2 * BOUND + 1
 
@@ -84,14 +88,14 @@ def test_a_killed_rank_ends_the_other_with_its_name(fresh):
     ("changes", "field"),
     [({"max_context": 16384}, "max_context"), ({"queries": (1, 4)}, "queries"), ({"parity": 1}, "parity")],
 )
-def test_plans_that_differ_are_refused_by_every_rank(fresh, changes, field):
-    texts = fresh.call(
+def test_plans_that_differ_are_refused_by_every_rank(shared, changes, field):
+    texts = shared.call(
         "parallel_ranks:disagree", ParallelCase(DCP), [{"parity": 0}, {"parity": 0, **changes}], timeout=60
     )
     assert all(field in text for text in texts), texts
     assert all("page_size" not in text for text in texts), "names a field that does not differ"
 
 
-def test_boxes_that_differ_are_refused_by_every_rank(fresh):
-    texts = fresh.call("parallel_ranks:disagree_boxes", ParallelCase(DCP), [{}, {"interleave": 16}], timeout=60)
+def test_boxes_that_differ_are_refused_by_every_rank(shared):
+    texts = shared.call("parallel_ranks:disagree_boxes", ParallelCase(DCP), [{}, {"interleave": 16}], timeout=60)
     assert all("interleave" in text and "16" in text for text in texts), texts

@@ -89,6 +89,11 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be made."""
+        return bool(self._links)
+
     def call(
         self,
         function: str,
