@@ -1,6 +1,7 @@
 """Prepared layers of a context-parallel group: PreparedMla(dcp=box) is a PreparedDcp. And `virtual_step`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -296,7 +297,7 @@ class PreparedDcp(PreparedMla):
             "pitches": sorted([rows, pitch] for rows, pitch in self._pitches.items()),
             "page_size": page,
             "max_context": self.max_context,
-            "core": [str(keys.core) for keys in names.values()],
+            "core": [str(_of_any_rank(keys.core)) for keys in names.values()],
         }
         self._agreed = True
         box.agree("prepare_cache", facts)
@@ -369,3 +370,8 @@ def virtual_step(
     for step in steps:
         step.value.merge(stream)
     # The next launch may begin early, as the next layer's MlaQuery does: all of these are behind one that waited.
+
+
+def _of_any_rank(key: Any) -> Any:
+    """A core's key as every rank should have it: in some objects the rank is compiled in."""
+    return replace(key, rank=0) if isinstance(key, tokenspeed.TokenspeedKey) else key
