@@ -21,9 +21,9 @@ flydsl_backend.install()
 
 import mla_pre_device as device  # noqa: E402
 
-from k3dsl.amd import toolchain  # noqa: E402
+from k3dsl.amd import primitives, toolchain  # noqa: E402
 from k3dsl.amd.health import decode_health  # noqa: E402
-from k3dsl.amd.mla_pre import contract, kernel  # noqa: E402
+from k3dsl.amd.mla_pre import contract, handoff, kernel, mix  # noqa: E402
 from k3dsl.amd.mla_pre.key import LDS_LIMIT, PEER_HEAD, MlaPreBuild, peer_pairs  # noqa: E402
 from k3dsl.reference import mla_pre as reference  # noqa: E402
 from k3dsl.reference.mla_pre import PreWeights  # noqa: E402
@@ -164,6 +164,26 @@ def test_a_stalled_rank_is_told_and_nobody_hangs(schedule: dict[str, Any]) -> No
         assert health.failed == bool(health.records) == bool(alarms[r.rank])
         assert all(g.region in ("xrdy", "qg", "part", "wgt", "msq") for g in health.records)
         assert all(g.expected == 6 * 256 + 4 and g.seen < g.expected for g in health.records)
+
+
+@pytest.mark.parametrize("broken", ["pairs", "rows", "announcement"])
+def test_the_weak_model_finds_what_a_chip_might_forgive(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above have teeth: hand-offs without their scope, and flags that overtake their rows."""
+    if broken == "pairs":
+        monkeypatch.setitem(handoff.POLICY, "device", primitives.PLAIN)
+    elif broken == "rows":
+
+        def plain(s: Any, rows: Any, offset: Any, values: Any) -> None:
+            primitives.store(s.scratch, offset + rows.offset, values, primitives.PLAIN)
+
+        monkeypatch.setattr(mix, "store_row", plain)
+    else:
+        monkeypatch.setattr(primitives, "drain", lambda: None)
+    key = MlaPreBuild(tokens=2, nblocks=2, wait_ticks=40_000)
+    rank = device.Rank(key, weights(), device.inputs(key, 1))
+    device.launch([rank], 3, 5, kernel.launcher(key)[0], model="weak", seed=1)
+    with pytest.raises(AssertionError):
+        device.check(rank)
 
 
 def test_a_timeline_has_a_stamp_for_each_stage() -> None:

@@ -93,8 +93,11 @@ class Step:
         for name, kind in PARAMS:
             if kind == "ptr" and name not in values:
                 values[name] = memory.add(getattr(w, name), name, read_only=True).data_ptr()
+        if self.key.w_uk == "bf16":
+            values["w_k"] = memory.add(w.w_uk_t, "w_uk_t", read_only=True).data_ptr()
         values |= {"blocks_token_stride": self.key.nblocks * HIDDEN, "blocks_block_stride": HIDDEN}
-        values |= {"w_k_stride0": w.w_k.stride(0), "w_k_stride1": w.w_k.stride(1)}
+        w_k = w.w_k if self.key.w_uk == "mxfp4" else w.w_uk_t
+        values |= {f"w_k_stride{i}": w_k.stride(i) * w_k.element_size() for i in range(2)}
         values |= {f"w_k_scale_stride{i}": w.w_k_scale.stride(i) for i in range(3)}
         values |= {"kv_block_stride": 16 * 576, "kv_slot_stride": 576, "block_size": 16, "rank": self.rank, "layer": 3}
         args = [values[name] for name, _ in PARAMS]
