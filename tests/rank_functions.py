@@ -1,11 +1,8 @@
-"""What the processes of test_bench_ranks.py are asked to do."""
+"""What the processes of test_bench_ranks.py are asked to do. torch where it is needed: a process starts without."""
 
 import os
 import signal
 import time
-
-import torch
-import torch.distributed as dist
 
 
 def where(me, *args):
@@ -14,6 +11,9 @@ def where(me, *args):
 
 def total(me, value):
     """All-reduced: only a group that works gives the sum."""
+    import torch
+    import torch.distributed as dist
+
     tensor = torch.tensor([value + me.rank])
     dist.all_reduce(tensor)
     return int(tensor)
@@ -38,6 +38,8 @@ def sleep(me, seconds):
 
 def wait_for_a_dead_peer(me):
     """Rank 0 waits in a collective that rank 1 never enters."""
+    import torch.distributed as dist
+
     if me.rank == 1:
         os._exit(7)
     dist.barrier()
