@@ -177,12 +177,12 @@ def test_tag_slots_of_a_step() -> None:
 
 
 def test_residency() -> None:
-    sound = {"private": 0, "lds": 160 * 1024, "vgprs": 256, "agprs": 0, "block": [512, 1, 1]}
+    sound = {"private": 0, "lds": 160 * 1024, "vgprs": 256, "block": [512, 1, 1]}
     assert contract.residency_problems(sound) == []
     for what, value, says in (
         ("private", 4, "may be dispatched in parts"),
         ("lds", 160 * 1024 + 1, "bytes of LDS"),
-        ("agprs", 8, "have 256 each"),
+        ("vgprs", 264, "have 256 each"),
         ("block", [256, 1, 1], "must be of (512, 1, 1)"),
     ):
         found = contract.residency_problems(sound | {what: value})

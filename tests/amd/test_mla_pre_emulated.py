@@ -17,15 +17,19 @@ pytest.importorskip("flydsl")
 pytest.importorskip("tinygrad")
 
 import mla_pre_group as group_of
+from fake_hip import SIZES, FakeHip
 from mla_pre_group import PAGE, PAGES, Group, HandOffs, step_inputs
 
 from k3dsl import reference
+from k3dsl.amd.hip import HipRuntime
 from k3dsl.amd.mla_pre import contract
 from k3dsl.amd.mla_pre.key import HEADS, MlaPreBuild
 from k3dsl.amd.mla_pre.launch import build
 from k3dsl.amd.mla_pre.layout import QC_ROWS, X_ROWS
+from k3dsl.amd.prepared import PreparedMlaPre
+from k3dsl.amd.rank import MlaPreRank
 from k3dsl.dims import MlaDims
-from k3dsl.errors import PeerError
+from k3dsl.errors import CaptureError, PeerError
 from k3dsl.reference import mla_pre as oracle
 from k3dsl.reference.rounding import f8_clamped
 
@@ -215,6 +219,71 @@ def test_a_stalled_rank_ends_in_an_error_and_can_begin_anew() -> None:
     for layer in group.layers:
         layer.rank.check()
     check_step(group, given, 1, slots, prefixes)
+
+
+def test_hip_is_given_each_runs_own_tensors() -> None:
+    """What libamdhip64 is called with: the grid, torch's stream, and of two runs the arguments by name."""
+    fake = FakeHip()
+    runtime = HipRuntime(0, library=fake, target="gfx950", stream=lambda: 0x77)
+    weights = group_of.weights()
+    layer = PreparedMlaPre(weights, batches=(2,), nblocks=(1,), runtime=runtime, cache=group_of.kernels(), slot=9)
+    cache = torch.zeros(4, 2, PAGE, 576, dtype=torch.uint8)[:, 1]
+    layer.prepare_cache(cache)
+    fake.sizes = [SIZES[kind] for _, kind in MlaPreBuild.params]
+    assert len(fake.loaded) == 1
+    slots = torch.tensor([3, -1])
+    for seed in (1, 2):
+        given = step_inputs(2, 1, seed=seed)
+        layer.project(given["prefix"], blocks=given["blocks"], delta=given["delta"], cache=cache, slots=slots)
+        launch = fake.launches[-1]
+        assert (launch["grid"], launch["block"], launch["lds"], launch["stream"]) == ((256, 1, 1), (512, 1, 1), 0, 0x77)
+        names = [name for name, _ in MlaPreBuild.params]
+        values = {n: int.from_bytes(v, "little") for n, v in zip(names, launch["values"], strict=True)}
+        for name in ("prefix", "delta", "blocks"):
+            assert values[name] == given[name].data_ptr(), name
+        rank = layer.rank
+        fixed = {
+            "kv_cache": cache,
+            "slots": slots,
+            "w_qkv": weights.w_qkv,
+            "scratch": rank.scratch,
+            "epoch": rank.epoch,
+        }
+        fixed |= {
+            "health": rank.health,
+            "q_out": rank.query(2),
+            "gate_out": rank.gate(2),
+            "w_qb": weights.q_b_proj.weight,
+        }
+        for name, tensor in fixed.items():
+            assert values[name] == tensor.data_ptr(), name
+        assert (values["kv_block_stride"], values["kv_slot_stride"], values["block_size"]) == (
+            2 * PAGE * 576,
+            576,
+            PAGE,
+        )
+        assert (values["blocks_token_stride"], values["blocks_block_stride"]) == (7168, 7168)
+        assert (values["w_k_stride0"], values["w_k_stride1"]) == (64, 768)
+        assert [values[f"w_k_scale_stride{i}"] for i in range(3)] == [4, 48, 1]
+        assert (values["rank"], values["layer"], values["peers"], values["tl"]) == (0, 9, 0, 0)
+    assert len(fake.launches) == 2
+
+
+def test_nothing_is_built_or_loaded_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PreparedMlaPre(group_of.weights(), batches=(1,), nblocks=(1,))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cache = torch.zeros(1, PAGE, 576, dtype=torch.uint8)
+    for refused in (
+        lambda: layer.prepare_cache(cache),
+        lambda: PreparedMlaPre(group_of.weights(), batches=(1,)),
+        lambda: MlaPreRank((1,)),
+        lambda: build(MlaPreBuild(tokens=1), cache=group_of.kernels()),
+        layer.rank.check,
+        layer.rank.reset,
+    ):
+        with pytest.raises(CaptureError, match="inside a stream capture is refused"):
+            refused()
 
 
 VARIANTS = [

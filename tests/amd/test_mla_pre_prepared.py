@@ -244,3 +244,32 @@ def test_the_builds_of_a_layer() -> None:
     assert all(key.delta and key.q_heads == 96 for key in keys)
     with pytest.raises(ConfigError, match="tokens=32"):
         builds((32,))
+
+
+def test_prepare_gives_layers_of_one_rank(weights: MlaPreWeights) -> None:
+    """`k3dsl.prepare` with a plan of gfx950: layers share a rank, and their shapes are the plan's."""
+    import k3dsl
+
+    plan = k3dsl.Deployment(DIMS, target="gfx950", page_size=PAGE, batches=(1, 2), queries=(1, 2), max_context=64)
+    first, second = (k3dsl.prepare(plan, weights) for _ in range(2))
+    assert isinstance(first, PreparedMlaPre)
+    assert first.rank is second.rank
+    assert (first.slot, second.slot) == (0, 1)
+    assert first.shapes == plan.shapes() == ((1, 1), (2, 1), (2, 2))
+    with pytest.raises(ConfigError, match="pages of 32 tokens, must have 16"):
+        first.prepare_cache(torch.zeros(1, 32, 576, dtype=torch.uint8))
+    cache, given, meta = cache_with_history(), step(2, 4), requests(2, 1, [3, 9])
+    first.prepare_cache(cache)
+    out = torch.full((2, 1536), torch.nan, dtype=torch.bfloat16)
+    table, lengths = meta["block_table"][:1], meta["lengths"][:1]  # a row of metadata too few: an empty request
+    first.run(
+        out=out,
+        cache=cache,
+        slots=torch.tensor([int(meta["slots"][0]), -1]),
+        block_table=table,
+        lengths=lengths,
+        **given,
+    )
+    assert bool(out[0].isfinite().all())
+    assert bool(out[0].any())
+    assert not out[1].any()

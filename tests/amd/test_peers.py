@@ -213,7 +213,7 @@ def test_widths_do_not_share_room() -> None:
     assert layout.size >= spans[-1][1]
 
 
-class FakeHip:
+class RecordingHip:
     """libamdhip64 as HipMemory calls it: records, and refuses what it is told to."""
 
     def __init__(self, fail: str = "") -> None:
@@ -233,7 +233,7 @@ class FakeHip:
 
 
 def test_hip_memory_asks_for_uncached_zeroed_memory() -> None:
-    hip = FakeHip()
+    hip = RecordingHip()
     memory = HipMemory(3, library=hip)
     assert memory.allocate(8192) == 0x7000
     names = [name for name, _ in hip.calls]
@@ -248,7 +248,7 @@ def test_hip_memory_asks_for_uncached_zeroed_memory() -> None:
     memory.free(0x7000)
     assert [name for name, _ in hip.calls[-2:]] == ["hipIpcCloseMemHandle", "hipFree"]
     with pytest.raises(LaunchError, match="hipExtMallocWithFlags returned 2 on device 0"):
-        HipMemory(library=FakeHip("hipExtMallocWithFlags")).allocate(16)
+        HipMemory(library=RecordingHip("hipExtMallocWithFlags")).allocate(16)
 
 
 def test_alarms_of_a_group_in_one_process() -> None:

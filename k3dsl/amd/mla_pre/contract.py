@@ -190,7 +190,8 @@ def slot_problems(launches: Iterable[tuple[str, int]]) -> list[str]:
 def residency_problems(resources: Mapping[str, Any], compute_units: int = GRID) -> list[str]:
     """Whether all 256 workgroups of an object can run at once, from its manifest's resources.
 
-    resources: `private` and `lds` in bytes, `vgprs`, `agprs`, `block`; those that are not there are not judged.
+    resources: `private` and `lds` in bytes, `vgprs` (accumulation registers among them), `block`; those that are not
+    there are not judged.
     compute_units: of the device.
     """
     bad = []
@@ -198,7 +199,7 @@ def residency_problems(resources: Mapping[str, Any], compute_units: int = GRID) 
         bad.append(f"a private segment of {size} bytes (spills): such a kernel may be dispatched in parts")
     if resources.get("lds", 0) > LDS_LIMIT:
         bad.append(f"{resources['lds']} bytes of LDS, a compute unit has {LDS_LIMIT}")
-    registers, most = resources.get("vgprs", 0) + resources.get("agprs", 0), _REGISTER_ROWS // _WAVES_A_SIMD
+    registers, most = resources.get("vgprs", 0), _REGISTER_ROWS // _WAVES_A_SIMD
     if registers > most:
         bad.append(f"{registers} vector registers, 8 waves of a workgroup have {most} each")
     block = tuple(resources.get("block", (THREADS, 1, 1)))
