@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,6 +22,7 @@ from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Workspace
 from k3dsl.nvidia.stages import HopperCore
 from k3dsl.nvidia.stages_packages import TokenspeedCore, TrtllmCore
+from k3dsl.nvidia.toolchain import compile_key
 
 
 class DcpStep(NamedTuple):
@@ -286,10 +288,9 @@ class PreparedDcp(PreparedMla):
         """Agreement with the other ranks, then every launch once without them: to this rank's own box, and no wait."""
         box = self._box
         self._require_resident(self.shapes, self._steps)
-        page = kv.shape[1]
-        names = {shape: self._keys(*shape, box.kv_format, page) for shape in self.shapes}
+        page, target = kv.shape[1], str(self._runtime.device.target)
         facts = {
-            "target": str(self._runtime.device.target),
+            "target": target,
             "heads": self._dims.heads,
             "parity": self.parity,
             "queries": sorted({q for _, q in self.shapes}),
@@ -297,7 +298,8 @@ class PreparedDcp(PreparedMla):
             "pitches": sorted([rows, pitch] for rows, pitch in self._pitches.items()),
             "page_size": page,
             "max_context": self.max_context,
-            "core": [str(_of_any_rank(keys.core)) for keys in names.values()],
+            "core": [str(_of_any_rank(self._keys(*shape, box.kv_format, page).core)) for shape in self.shapes],
+            "kernels": self._fingerprint(target, page),
         }
         self._agreed = True
         box.agree("prepare_cache", facts)
@@ -311,6 +313,13 @@ class PreparedDcp(PreparedMla):
         self._runtime.synchronize()
         box.arm()
         box.ready("prepare_cache ready")
+
+    def _fingerprint(self, target: str, page: int) -> str:
+        """Of the kernels that all ranks must have alike: their keys cover shapes, sources and toolchain."""
+        keys = [key for shape in self.shapes for key in self._keys(*shape, self._box.kv_format, page).all()]
+        # tokenspeed's have the rank compiled in.
+        alike = [key for key in dict.fromkeys(keys) if not isinstance(key, tokenspeed.TokenspeedKey)]
+        return sha256("".join(compile_key(key, target).digest for key in alike).encode()).hexdigest()[:16]
 
     def _require_resident(self, shapes: Any, steps: Mapping[tuple[int, int], DcpStep]) -> None:
         """Every CTA of MlaQuery waits for those of all ranks, so a launch must fit the device as a whole."""
