@@ -35,7 +35,7 @@ class Deployment:
 
     dims         one rank's shard of the layer
     target       architecture string as its toolchain spells it, or "reference" (plain torch on any device)
-    kv_format    format of the paged cache: fp8, bf16; on reference also fp8_ds_mla
+    kv_format    format of the paged cache: fp8, bf16; on reference and on gfx950 also fp8_ds_mla
     page_size    tokens of a cache page
     max_context  tokens that a request may reach: a bound for planning, not a limit of the kernels
     batches      rows (tokens) of a step, each 1 to 64; on gfx950 1 to 16, and up to there by default
@@ -85,7 +85,7 @@ class Deployment:
         if self.target == REFERENCE:
             return Choice(REFERENCE, "plain torch, on any device")
         if self.target == amd.TARGET:
-            return Choice(amd.CORE, "after mla_pre; the reference where the package amd-aiter is missing")
+            return Choice(*amd.choice(self))
         return choose(self.target, rows, q, self.core, self.dcp)
 
     def keys(self) -> "list[CompileKey]":

@@ -154,16 +154,29 @@ def warmup(
 
 def lacking(plan: "Deployment | Iterable[Deployment]", cache: "CompileCache") -> list[str]:
     """What must be installed before a warm-up can build all that `cache` does not have; [] where nothing is amiss."""
-    from k3dsl.nvidia.toolchain import installed, kernel_key, lacks
-
     plans = [plan] if isinstance(plan, Deployment) else list(plan)
     absent = [key for one in plans for key in Deployment.keys(one) if key not in cache]
+    amd = [key for key in absent if Target(key.target).vendor == "amd"]
+    return _lacking_nvidia([key for key in absent if key not in amd]) + (_lacking_amd() if amd else [])
+
+
+def _lacking_nvidia(absent: "list[CompileKey]") -> list[str]:
+    from k3dsl.nvidia.toolchain import installed, kernel_key, lacks
+
     if not absent:
         return []
     if installed() is None:
         return ["the compiler is not installed: pip install 'k3dsl[nvidia]'"]
     found = dict.fromkeys((key.kernel, key.target, lacks(kernel_key(key.kernel, key.params))) for key in absent)
     return [f"{kernel} for {target} cannot be built: {what}" for kernel, target, what in found if what]
+
+
+def _lacking_amd() -> list[str]:
+    from k3dsl.amd.toolchain import installed, linker
+
+    if installed() is None:
+        return ["the compiler of gfx950 is not installed: pip install 'k3dsl[amd]'"]
+    return [] if linker() else ["no ld.lld, which links objects of gfx950: install LLVM's lld, or pip install ziglang"]
 
 
 class _Warmup:

@@ -239,6 +239,20 @@ def test_gfx950_keys_are_mla_pre_of_every_width_and_number_of_blocks():
     assert not plan.epilogue_keys()
 
 
+def test_gfx950_keys_are_every_build_of_sparse_mla_with_a_cache_of_records():
+    plan = Deployment(MlaDims(heads=3), target="gfx950", kv_format="fp8_ds_mla", batches=(64,), page_size=1)
+    keys = plan.keys()
+    assert {key.kernel for key in keys} == {"sparse_mla"}
+    assert len(set(keys)) == 32
+    assert {key.params["heads"] for key in keys} == {1, 2, 3, 4, 6, 8, 12, 16}
+    assert len(Deployment(MlaDims(), target="gfx950", kv_format="fp8_ds_mla").keys()) == 28
+    assert plan.choice(64, 1).core == "sparse"
+    with pytest.raises(ConfigError, match="4 problems") as error:
+        Deployment(MlaDims(heads=17), target="gfx950", kv_format="fp8_ds_mla", core="aiter", dcp=2, interleave=4)
+    for says in ("core='aiter' must be auto or sparse", "dcp=2 must be 1", "interleave=4", "heads=17 must be 1 to 16"):
+        assert says in str(error.value)
+
+
 def test_gfx950_names_everything_it_does_not_serve():
     with pytest.raises(ConfigError, match="6 problems") as error:
         Deployment(

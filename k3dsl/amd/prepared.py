@@ -441,6 +441,8 @@ def prepare_layer(
     """
     if plan.target != "gfx950":
         raise ConfigError(f"target={plan.target!r} must be gfx950")
+    if plan.kv_format != "fp8":
+        raise ConfigError(f"kv_format={plan.kv_format!r} must be fp8: records are for k3dsl.amd.PreparedSparseMla")
     require_pre_attention(attention, plan.dims, w_uk, device if isinstance(device, torch.device | str) else None)
     where = attention.W_UK_T.device
     widths = tuple(dict.fromkeys(rows for rows, _ in plan.shapes()))

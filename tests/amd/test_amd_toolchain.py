@@ -268,3 +268,19 @@ def test_without_hip_the_error_says_so(monkeypatch) -> None:
         hip.Hip()
     with pytest.raises(ToolchainError, match=r"too old: it has no hipInit"):
         hip.Hip(object())
+
+
+def test_a_warm_up_says_first_what_it_lacks(monkeypatch, tmp_path) -> None:
+    from k3dsl import Deployment, MlaDims
+    from k3dsl.preparing import lacking
+
+    plan = Deployment(MlaDims(), target=TARGET, kv_format="fp8_ds_mla")
+    cache = CompileCache(tmp_path)
+    monkeypatch.setattr(toolchain, "installed", lambda: None)
+    assert lacking(plan, cache) == ["the compiler of gfx950 is not installed: pip install 'k3dsl[amd]'"]
+    monkeypatch.setattr(toolchain, "installed", lambda: "0.5.0")
+    monkeypatch.setattr(toolchain, "linker", lambda: None)
+    assert "no ld.lld" in lacking(plan, cache)[0]
+    monkeypatch.undo()
+    if installed():
+        assert lacking(plan, cache) == []
