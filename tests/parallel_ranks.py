@@ -85,6 +85,25 @@ def stop(me: Any, case: ParallelCase, stopped: int, bound: float, backend: str =
     return Stopped(*endings, after)
 
 
+def publish_only(me: Any, case: ParallelCase, silent: int, bound: float) -> Ending | None:
+    """Rank `silent` publishes its queries and goes no further; how the step ends for the others, and that all go on."""
+    group = Group(KERNELS, case, rank=me.rank, timeout=bound)
+    [box] = group.boxes
+    group.run()
+    group.verdict().require()
+    ending = None
+    if me.rank == silent:
+        layer = group.layers[0][0]
+        layer.bound(**group.calls(0)[0], q=case.q).query.launch(torch.cuda.current_stream().cuda_stream)
+    else:
+        layer = group.layers[0][0]
+        ending = Ending.of(group, box, lambda: layer.run(**group.calls(0)[0], q=case.q), group.run)
+    box.reset()
+    group.run()
+    group.verdict().require()
+    return ending
+
+
 def die(me: Any, case: ParallelCase, dead: int, bound: float) -> Ending | None:
     """Rank `dead` is killed after a few steps; the others wait for it in the next."""
     group = Group(KERNELS, case, rank=me.rank, timeout=bound)

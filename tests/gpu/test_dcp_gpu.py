@@ -6,6 +6,7 @@ Caches, tables and rows are poisoned where nothing must be read (k3dsl.scenario_
 
 import pytest
 import torch
+from harness import stream
 from parallel_runs import KERNELS, Ending, Group, caught, unequal_replays
 
 from k3dsl import ConfigError
@@ -142,6 +143,40 @@ def test_a_stopped_rank_ends_every_other_with_its_name(dcp, stopped):
         group.verdict().require()
     for box in group.boxes:
         box.check()
+
+
+@pytest.mark.parametrize("silent", [0, 3])
+def test_a_rank_that_stops_after_its_queries_is_missed_in_the_merge(silent):
+    """It has published, so all cores run; then nothing of it arrives: by LSE or by partial, whoever looks first."""
+    bound = 0.5
+    group = Group(KERNELS, ParallelCase(4, 16, 4), timeout=bound)
+    group.run()
+    group.verdict().require()
+    steps = [layer.bound(**call, q=4) for layer, call in zip(group.layers[0], group.calls(0), strict=True)]
+    now = stream()
+    for step in steps:
+        step.query.publish(now)
+    for step in steps:
+        step.query.launch(now)
+        step.core.launch(now)
+    for rank, step in enumerate(steps):
+        if rank != silent:
+            step.value.push(now)
+    for step in steps:
+        step.value.merge(now)
+    torch.cuda.synchronize()
+    for rank, box in enumerate(group.boxes):
+        error = caught(box.check)
+        assert error is not None
+        assert (error.rank, error.peer, error.parity) == (rank, silent, 0)
+        assert error.region in ("lse", "partial")
+        assert 0 <= error.row < group.case.rows
+    for box in group.boxes:
+        box.reset()
+    group.poison()
+    group.run()
+    group.verdict().require()
+    assert group.armed()
 
 
 def test_a_virtual_rank_does_not_run_alone():

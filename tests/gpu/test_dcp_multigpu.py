@@ -77,6 +77,14 @@ def test_a_stopped_rank_ends_the_other_with_its_name(shared, stopped):
             assert str(ending.again) == str(ending.error)
 
 
+def test_a_rank_that_stops_after_its_queries_is_missed_in_the_merge(shared):
+    found = shared.call("parallel_ranks:publish_only", ParallelCase(DCP, 1, 4), 0, BOUND, timeout=90)
+    error = found[1].error
+    assert (error.rank, error.peer, error.parity) == (1, 0, 0)
+    assert error.region in ("lse", "partial")
+    assert found[1].seconds <= 2 * BOUND + 1
+
+
 def test_a_killed_rank_ends_the_other_with_its_name():
     with started() as pair:
         found = pair.call("parallel_ranks:die", ParallelCase(DCP), 1, BOUND, timeout=90, dying=(1,))
