@@ -27,7 +27,8 @@ class MlaPreRank:
     per_run   True: every run bumps the epoch, one tiny launch each. False: the engine calls `begin_step()` once before
               a step's first layer, and every layer of a step needs a tag slot of its own
 
-    Nothing is cleared between steps: a hand-off is told from an older one by its tag.
+    Nothing is cleared between steps: a hand-off is told from an older one by its tag. Tags hold the epoch and the
+    layer's slot, so ranks of a group must prepare their layers in the same order (or name the slots) and run the same.
     """
 
     def __init__(
