@@ -53,7 +53,7 @@ class SeamStack(Stack):
         return Layer(weights, plain.cache, plain.twin, zeros(self.rows), plain.out)  # type: ignore[arg-type]
 
     def refill(self) -> None:
-        """The coming step's metadata and activations. Rows of empty requests are finite: nothing may depend on them."""
+        """The coming step's metadata and activations; NaN in the rows of empty requests, which must give zeros."""
         step = self.requests.step()
         for mine, coming in (
             (self.slots, step.slots),
@@ -61,9 +61,12 @@ class SeamStack(Stack):
             (self.lengths, step.lengths),
         ):
             mine.copy_(coming)
+        empty = (step.lengths == 0).repeat_interleave(self.q)
         for prefix, delta, blocks in zip(self.prefixes, self.deltas, self.blocks, strict=True):
             for tensor, scale in ((prefix, 2.0), (delta, 0.5), (blocks, 2.0)):
-                tensor.copy_(self._random(*tensor.shape) * scale)
+                values = self._random(*tensor.shape) * scale
+                values[empty] = torch.nan
+                tensor.copy_(values)
         for layer in self.layers:
             layer.out.fill_(torch.nan)
 
@@ -104,7 +107,8 @@ class SeamStack(Stack):
             latent = latent.flatten(0, 1)
             if exact:
                 up = torch.einsum("bhl,hlv->bhv", latent, attention.W_UV.to(torch.float64)).flatten(1)
-                found.append(up * step.gate.to(torch.float64))
+                out = up * step.gate.to(torch.float64)
             else:
-                found.append(oracle.gated_value(latent, attention.W_UV, step.gate))
+                out = oracle.gated_value(latent, attention.W_UV, step.gate)
+            found.append(out.masked_fill((self.lengths == 0).repeat_interleave(self.q)[:, None], 0.0))
         return found

@@ -237,7 +237,7 @@ class AiterDecode:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """See `Decode.run`; tables and lengths are those of the last `plan`. Empty rows give zeros."""
+        """See `Decode.run`; tables and lengths are those of the last `plan`."""
         rows, heads = query.shape[:2]
         shape = self._shapes[(rows, q)]
         e4m3 = torch.float8_e4m3fn
@@ -274,7 +274,6 @@ class AiterDecode:
         )
         if target is not out:
             out.copy_(target[:, :heads])
-        out.masked_fill_(shape.empty[:, None, None], 0.0)
         if lse is not None:
             torch.mul(natural.view(rows, -1)[:, :heads], 1 / math.log(2), out=lse)
             lse.masked_fill_(shape.empty[:, None], -torch.inf)

@@ -43,7 +43,10 @@ class Decode(Protocol):
         out: Tensor,  # bf16 [B, H, 512], written
         lse: Tensor | None,  # float32 [B, H], base 2, written if given
     ) -> None:
-        """Attends on the current stream. Token t of a request sees its first length - (q - 1) + t keys."""
+        """Attends on the current stream. Token t of a request sees its first length - (q - 1) + t keys.
+
+        Rows of a request with no key here get an LSE of -inf; their latents may be anything.
+        """
 
 
 class ReferenceDecode:

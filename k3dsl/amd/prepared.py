@@ -215,7 +215,8 @@ class PreparedMlaPre:
     ) -> None:
         """The rest of `run`, from the query that `project` left: decode attention, combination, value, gate.
 
-        Metadata of fewer than B / q requests is padded with empty ones, which give zeros.
+        Metadata of fewer than B / q requests is padded with empty ones. Empty requests give exact zeros, whatever
+        their rows hold.
         """
         if (rows, q) not in self.shapes or self.decode is None:
             raise self._refusal(rows, None, None, q)
@@ -228,14 +229,19 @@ class PreparedMlaPre:
         if layout not in self._layouts:
             self._admit_metadata(layout, rows, q, out, block_table, lengths, totals)
         rank = self.rank
+        empty = rank.empty(rows)
         if rank.needs_plan(self.decode, rows, q):
             self.decode.plan(cache, block_table, lengths, totals, rows, q)
+            keys = (lengths if totals is None else totals)[:requests]
+            torch.le(keys[:, None].expand(-1, q), 0, out=empty.view(requests, q))
         latent = self._latent[:rows]
         lse = None if self._lse is None else self._lse[:rows]
         self.decode.run(rank.query(rows), cache, block_table, lengths, totals, q, latent, lse)
         if self._combine is not None and lse is not None:
             latent = self._combine(latent, lse)
         self._value(latent, rank.gate(rows), out)
+        # Selected, not multiplied: the rows of a padded request may hold NaN from the prefix on.
+        out.masked_fill_(empty[:, None], 0.0)
 
     @property
     def builds(self) -> tuple[MlaPreBuild, ...]:

@@ -65,6 +65,7 @@ class MlaPreRank:
         most = self.widths[-1]
         self._query = _zeros(most * self.q_heads * ENTRY, torch.uint8, self.device)
         self._gate = _zeros(most * GATE, torch.bfloat16, self.device)
+        self._empty = _zeros(most, torch.bool, self.device)
         bases = [] if peers is None or ranks == 1 else peers.bases
         self._tables = {
             rows: torch.tensor([base + self.layout.offsets[rows] for base in bases], device=self.device)
@@ -148,6 +149,10 @@ class MlaPreRank:
     def gate(self, rows: int) -> Tensor:
         """The gate of the last run: bf16 [rows, 1536], already a sigmoid."""
         return self._gate[: rows * GATE].view(rows, GATE)
+
+    def empty(self, rows: int) -> Tensor:
+        """bool [rows]: which rows of the step belong to requests of no key; written with the decode's plan."""
+        return self._empty[:rows]
 
     def table(self, rows: int) -> Tensor | None:
         """int64 [ranks]: the addresses of every rank's hand-offs of `rows` rows; None on one rank."""
