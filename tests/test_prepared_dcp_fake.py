@@ -180,6 +180,28 @@ def test_missing_requests_are_padded_with_totals(group):
     assert len(group.bench.fake.launches)
 
 
+def test_padded_metadata_of_one_rank_is_not_that_of_another(group, monkeypatch):
+    """It lives until it is launched: memory that was given back would be the next rank's."""
+    calls = [{**c, "lengths": c["lengths"][:3] + r} for r, c in enumerate(group.calls(4))]
+    seen, layer = [], type(group.layers[0])
+    bound = layer.bound
+
+    def note(self, *arguments, **named):
+        found = bound(self, *arguments, **named)
+        seen.append([(t.data_ptr(), t.clone()) for t in found[1] if t.dtype == torch.int32])
+        return found
+
+    monkeypatch.setattr(layer, "bound", note)
+    start = len(group.bench.fake.launches)
+    virtual_step(group.layers, calls)
+    places = [at for rank in seen for at, _ in rank]
+    assert len(set(places)) == len(places)
+    for r in range(RANKS):
+        push = group.bench.fake.launches[start + 4 * RANKS + r].values(params(group.layers[r], 4, 1, "value"))
+        assert push["lengths"] == seen[r][1][0]
+        assert seen[r][1][1].tolist() == [1 + r] * 3 + [0]
+
+
 def test_refusals_of_a_step(group):
     calls = group.calls(4)
     with pytest.raises(ConfigError, match="virtual_step"):

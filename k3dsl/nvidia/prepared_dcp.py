@@ -94,7 +94,7 @@ class PreparedDcp(PreparedMla):
         self._box.check()
         if self._box.is_virtual:
             raise ConfigError("run: ranks of one device step together, by virtual_step(layers, calls)")
-        step = self.bound(projected, out, cache, slots, block_table, lengths, totals, q)
+        step, _held = self.bound(projected, out, cache, slots, block_table, lengths, totals, q)
         stream = self._runtime.stream()
         step.query.launch(stream)
         step.core.launch(stream)
@@ -110,8 +110,9 @@ class PreparedDcp(PreparedMla):
         lengths: Tensor,
         totals: Tensor | None,
         q: int,
-    ) -> DcpStep:
-        """The stages of a step, bound to its tensors."""
+    ) -> tuple[DcpStep, tuple[Tensor, ...]]:
+        """The stages of a step, bound to its tensors; and those, some of them made here, to be held until they are
+        launched."""
         step = self._steps.get((projected.shape[0], q))
         if step is None:
             raise self._refusal(projected.shape[0], q)
@@ -137,7 +138,7 @@ class PreparedDcp(PreparedMla):
         step.query.bind(source, slots.data_ptr(), pitch)
         self._bind_core(step, block_table.data_ptr(), keys, table_stride, all_keys)
         step.value.bind(source, keys, all_keys, target, pitch)
-        return step
+        return step, tensors
 
     def stock_core(
         self,
@@ -306,7 +307,7 @@ class PreparedDcp(PreparedMla):
         stream = self._runtime.stream()
         for rows, q in self.shapes:
             one = self._dummy(rows, q)
-            step = self.bound(one.projected, one.out, kv, one.slots, one.table, one.lengths, one.lengths, q)
+            step, _ = self.bound(one.projected, one.out, kv, one.slots, one.table, one.lengths, one.lengths, q)
             step.query.alone(stream)
             step.core.launch_first(stream)
             step.value.alone(stream)
@@ -361,13 +362,12 @@ def virtual_step(
     live = [
         (layer, dict(calls[r])) for r, layer in enumerate(layers) if r not in stopped and isinstance(layer, PreparedDcp)
     ]
-    steps = []
-    for layer, call in live:
+    for layer, _ in live:
         layer.box.check()
-        arguments = {"totals": None, **call}
-        steps.append(layer.bound(**arguments, q=q))
     if not live:
         return
+    every = [layer.bound(**{"totals": None, **call}, q=q) for layer, call in live]  # holds what they made until the end
+    steps = [step for step, _ in every]
     stream = live[0][0]._runtime.stream()
     for step in steps:
         step.query.publish(stream)
