@@ -19,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+if __name__ == "__main__":  # a checkout needs no installation; and this folder's names are not modules
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from k3dsl.cli.bench import question
 
 harness, ranks, work = question("harness"), question("ranks"), question("dcp_rank")
