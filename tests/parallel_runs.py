@@ -130,6 +130,10 @@ class Verdict:
         assert self.reference <= limit, f"against the reference: {self.reference:.2e} > {limit:.0e}"
 
 
+#: Verdicts of this process, in order.
+SEEN: list[Verdict] = []
+
+
 class Group:
     """Layers of a group: of all its ranks (virtual), or of this process's rank (`rank`)."""
 
@@ -196,6 +200,7 @@ class Group:
         found = Verdict()
         for i, step in enumerate(self.steps):
             self._judge(found, i, step)
+        SEEN.append(found)
         return found
 
     def _judge(self, found: Verdict, i: int, step: ParallelStep) -> None:

@@ -7,7 +7,7 @@ Caches, tables and rows are poisoned where nothing must be read (k3dsl.scenario_
 import pytest
 import torch
 from harness import stream
-from parallel_runs import KERNELS, Ending, Group, caught, unequal_replays
+from parallel_runs import KERNELS, SEEN, Ending, Group, caught, unequal_replays
 
 from k3dsl import ConfigError
 from k3dsl.nvidia.layer import shape_keys
@@ -41,6 +41,21 @@ GPU_KEYS = [
     *plan(2, 12, [(8, 1), (32, 4)], "bf16"),
     *plan(2, 12, [(8, 4)]),  # of the plan that is refused
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def largest_errors(request):
+    """Says at the end how far ranks and one device were apart: what the limits leave."""
+    SEEN.clear()
+    yield
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if SEEN and reporter is not None:
+        reporter.ensure_newline()
+        worst = {name: max(getattr(v, name) for v in SEEN) for name in ("kernels", "reference")}
+        reporter.write_line(
+            f"{len(SEEN)} steps: a row is at most {worst['kernels']:.2e} of its norm from the layer of one device, "
+            f"{worst['reference']:.2e} from the reference"
+        )
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda c: c.id)
