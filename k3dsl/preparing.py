@@ -38,13 +38,16 @@ class Target(str):
 
 def detect_target(device: "torch.device | str | int | None" = None) -> Target | None:
     """The target of `device` (by default of device 0); None without a GPU or with one that there are no kernels for."""
+    from k3dsl.amd.detect import present
     from k3dsl.nvidia.device import device as facts
 
+    target: str | None = None
     try:
-        target = facts(device_index(device)).target
-    except (ToolchainError, ConfigError):
-        return None
-    except K3Error:  # a driver without a device says so at its initialization
+        index = device_index(device)
+        target = present(index)
+        if target is None:
+            target = facts(index).target
+    except K3Error:  # no driver, no device of that kind, or a driver that finds no device at its initialization
         return None
     return None if target is None else Target(target)
 

@@ -1,0 +1,46 @@
+"""Finding an AMD GPU: by the driver's file first, then by torch; torch stays unloaded where there is no driver."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import k3dsl
+from k3dsl.amd import detect
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, arch: str, hip: str | None = "7.0", driver: bool = True, count: int = 1
+) -> None:
+    monkeypatch.setattr(detect, "_DRIVER", Path("/" if driver else "/nowhere/kfd"))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=arch))
+
+
+def test_an_mi355x_is_gfx950(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "gfx950:sramecc+:xnack-")
+    assert k3dsl.detect_target() == "gfx950"
+    assert k3dsl.detect_target("cuda:0").vendor == "amd"  # type: ignore[union-attr]
+    assert detect.present(1) is None  # there is one device
+    assert k3dsl.detect_target("cpu") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"arch": "gfx942:sramecc+"}, {"hip": None}, {"driver": False}, {"count": 0}],
+    ids=lambda c: next(iter(c)),
+)
+def test_everything_else_is_none(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:
+    gpu(monkeypatch, **({"arch": "gfx950"} | changes))  # type: ignore[arg-type]
+    assert detect.present(0) is None
+
+
+def test_a_machine_without_the_driver_loads_no_torch() -> None:
+    code = "import sys, k3dsl; k3dsl.detect_target(); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"] or Path("/dev/kfd").exists()
