@@ -241,7 +241,7 @@ def test_builder_of_a_key(monkeypatch):
     key = PLAN.keys()[0]
     monkeypatch.setattr(toolchain, "installed", lambda: "4.8.1")
     assert builder_for(key) is toolchain.build
-    other = k3dsl.CompileKey(key.kernel, dict(key.params), "gfx950", {}, "0")
+    other = k3dsl.CompileKey(key.kernel, dict(key.params), "gfx942", {}, "0")
     assert builder_for(other) is None
     monkeypatch.setattr(toolchain, "installed", lambda: None)
     assert builder_for(key) is None
