@@ -187,6 +187,21 @@ def test_a_prepared_layer_refuses_what_does_not_fit() -> None:
         layer.run(given["q"], given["kv_indptr"].long(), given["kv_indices"], bf(2, 12, 512))
     with pytest.raises(ConfigError, match="lse is given"):
         layer.run(given["q"], given["kv_indptr"], given["kv_indices"], bf(2, 12, 512), torch.zeros(2, 12))
+    launched: list[object] = []
+
+    class Recorder:
+        def launch(self, *given) -> None:
+            launched.append(given)
+
+    layer._launcher = Recorder()  # type: ignore[assignment]
+    q, indptr, indices = given["q"], given["kv_indptr"], given["kv_indices"]
+    for out in (bf(2, 12, 512), bf(2, 12, 512), bf(2, 12, 576)):
+        layer.run(q, indptr, indices, out)
+        assert launched[-1] == (q, given["kv_buffer"], indices, indptr, out, None, 1.0)
+    assert len(layer._checked) == 2  # the second looked like the first
+    with pytest.raises(ConfigError, match="aligned to 4 bytes"):
+        layer.run(bf(2, 12, 578)[:, :, 1:577], indptr, indices, bf(2, 12, 512))
+    assert len(launched) == 3
     with pytest.raises(ConfigError, match="kv_indices has no entries"):
         layer.run(given["q"], given["kv_indptr"], given["kv_indices"][:0], bf(2, 12, 512))
 

@@ -9,6 +9,7 @@ cycles that a compute unit's MFMA units and LDS take at least. Needs the `amd` e
 import argparse
 import json
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,6 +145,7 @@ def row(name: str, profile: Profile, resources: dict[str, Any], wrong: float, ld
         "mfma_cycles": None if unknown else round(matrix / 4 / KEYS, 1),
         "lds_cycles": round(local / KEYS, 1),
         "conflicts": round(profile.bank_conflicts / KEYS, 2),
+        "vector": round(sum(n for name, n in profile.mix.items() if name[:2] == "v_" and "mfma" not in name) / KEYS, 1),
         "barriers": round(profile.mix.get("s_barrier", 0) / KEYS, 2),
         "vgprs": resources["vgprs"],
         "lds": lds,
@@ -171,8 +173,10 @@ def measure(heads: int = 16) -> dict[str, Any]:
             tried.append({"kernel": name, "failed": f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}"})
             continue
         tried.append(row(name, profile, resources, wrong, resources["lds"]))
+    versions = {name: metadata.version(name) for name in ("flydsl", "triton")}
+    conditions = {"where": "the gfx950 emulator, flat memory; no GPU", **versions}
     floor = {"hbm_cycles": round(RECORD / HBM_BYTES, 1), "keys": KEYS, "heads": heads}
-    return {"floor": floor, "rows": rows + tried}
+    return {"conditions": conditions, "floor": floor, "rows": rows + tried}
 
 
 def main() -> None:
@@ -184,6 +188,7 @@ def main() -> None:
     found = measure(arguments.heads)
     columns = (
         "instructions",
+        "vector",
         "bytes",
         "mfma",
         "mfma_cycles",

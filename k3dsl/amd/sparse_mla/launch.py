@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 TARGET: Final = "gfx950"
 LOG2E: Final = 1.4426950408889634
+#: Layouts of step tensors that a layer remembers as checked.
+_MOST_LAYOUTS: Final = 4096
 
 
 class Launcher:
@@ -272,6 +274,7 @@ class PreparedSparseMla:
         self._store, self._runtime = cache, runtime
         self._kv: Tensor | None = None
         self._launcher: Launcher | None = None
+        self._checked: set[Any] = set()  # layouts of step tensors in which nothing was wrong
 
     def prepare_cache(self, kv: Tensor) -> None:
         """Binds the records, builds and loads the kernel. Call it again when the cache moves."""
@@ -284,6 +287,7 @@ class PreparedSparseMla:
             raise ConfigError.of("sparse MLA", bad)
         runtime = self._runtime if self._runtime is not None else _hip(kv.device)
         self._launcher, self._kv = launcher(self.key, runtime, self._store), kv
+        self._checked = set()
 
     def run(
         self,
@@ -299,7 +303,19 @@ class PreparedSparseMla:
         """
         if self._launcher is None or self._kv is None:
             raise ConfigError("run() before prepare_cache(): there is no cache to read")
+        layout = tuple(map(_layout, (q, kv_indptr, kv_indices, out, lse)))
+        if layout not in self._checked:
+            self._require(q, kv_indptr, kv_indices, out, lse)
+            if len(self._checked) < _MOST_LAYOUTS:
+                self._checked.add(layout)
+        if q.shape[0]:
+            self._launcher.launch(q, self._kv, kv_indices, kv_indptr, out, lse, self._scale)
+
+    def _require(self, q: Any, kv_indptr: Any, kv_indices: Any, out: Any, lse: Any) -> None:
+        assert self._kv is not None
         bad = checks.query_problems(q, self.key.heads)
+        if not bad and q.device != self._kv.device:
+            bad.append(f"q is on {q.device}, the cache on {self._kv.device}")
         if not bad:
             tokens, heads = q.shape[:2]
             bad = checks.list_problems(kv_indptr, kv_indices, tokens, self._kv.device, packed=True)
@@ -312,5 +328,10 @@ class PreparedSparseMla:
                 bad.append("kv_indices has no entries, must have one at least: its pointer is followed")
         if bad:
             raise ConfigError.of("sparse MLA", bad)
-        if q.shape[0]:
-            self._launcher.launch(q, self._kv, kv_indices, kv_indptr, out, lse, self._scale)
+
+
+def _layout(tensor: Any) -> Any:
+    """All that the checks look at, and nothing of the contents."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 3
