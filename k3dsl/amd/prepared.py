@@ -94,7 +94,7 @@ class PreparedMlaPre:
         eps = float(attention.rms_norm_eps)
         every = builds(batches, ranks=self.rank.ranks, w_uk=w_uk, deltas=deltas, eps=eps)
         self._keys = {(key.tokens, key.nblocks, key.delta): key for key in every if key.nblocks in nblocks}
-        self.slot = self.rank.take_slot(slot)
+        self.slot = self.rank.take_slot(self, slot)
         self._page_size, self._max_context = page_size, max_context
         self._combine = combine
         self._value = GatedValue(attention.W_UV, max(batches))

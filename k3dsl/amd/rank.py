@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class MlaPreRank:
             for rows in (self.widths if bases else ())
         }
         self._slots = 0
+        self._owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._planned: set[tuple[int, int, int]] = set()
         #: Decodes that layers share, by what they depend on.
         self.decodes: dict[Any, Any] = {}
@@ -132,13 +134,19 @@ class MlaPreRank:
         self._planned.add((id(decode), rows, q))
         return first or self.per_run
 
-    def take_slot(self, slot: int | None = None) -> int:
-        """A tag slot for a layer: `slot`, or the next one. Raises ConfigError for one that a step cannot tell apart."""
+    def take_slot(self, owner: Any, slot: int | None = None) -> int:
+        """A tag slot for the layer `owner`: `slot`, or the next one. Raises ConfigError for one that a step cannot tell
+        apart: with per_run=False a layer that lives and has it, or no slot below 256.
+        """
         slot = self._slots if slot is None else slot
         if type(slot) is not int or slot < 0 or (slot >= TAG_SLOTS and not self.per_run):
             raise ConfigError(
                 f"slot={slot!r} must be an int from 0 to {TAG_SLOTS - 1}: it tells the layers of a step apart"
             )
+        if not self.per_run:
+            if slot in self._owners:
+                raise ConfigError(f"slot={slot!r} is another layer's: with per_run=False each needs one of its own")
+            self._owners[slot] = owner
         self._slots = max(self._slots, slot + 1)
         return slot % TAG_SLOTS
 

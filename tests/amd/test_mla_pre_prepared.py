@@ -194,6 +194,8 @@ def test_layers_share_a_rank_and_take_slots(weights: MlaPreWeights) -> None:
     layers = [PreparedMlaPre(weights, batches=(1, 2), nblocks=(n,), rank=rank) for n in (1, 2)]
     assert [layer.slot for layer in layers] == [0, 1]
     assert PreparedMlaPre(weights, batches=(2,), nblocks=(1,), rank=rank, slot=91).slot == 91
+    with pytest.raises(ConfigError, match="slot=1 is another layer's: with per_run=False"):
+        PreparedMlaPre(weights, batches=(2,), nblocks=(1,), rank=rank, slot=1)
     with pytest.raises(ConfigError, match="slot=256 must be an int from 0 to 255"):
         PreparedMlaPre(weights, batches=(2,), nblocks=(1,), rank=rank, slot=256)
     caches = [cache_with_history() for _ in layers]
