@@ -75,6 +75,10 @@ def test_wrong_results_and_words_left_behind_are_problems():
         before = len(one.document["problems"])
         one._measured(shape, [good, {**good, **bad}])
         assert len(one.document["problems"]) == before + 1
+    before = len(one.document["problems"])
+    one._measured(shape, [{"us": 9.0, "armed": True, "nccl_error": "no capture"}, good])
+    assert (one.document["rows"][-1]["us"], "nccl_us" in one.document["rows"][-1]) == (10.0, False)
+    assert len(one.document["problems"]) == before + 1
     case = {"case": "d2", "error": 1e-3, "zeros": True, "armed": True}
     one._checked([[case], [case]])
     before = len(one.document["problems"])

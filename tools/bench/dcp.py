@@ -134,7 +134,8 @@ class Bench:
                 self._problem(f"check {row}")
 
     def _measured(self, shape: Any, found: list[dict[str, Any]]) -> None:
-        times = {name: max(one[name] for one in found) for name in found[0] if name.endswith("us")}
+        both = set.intersection(*({name for name in one if name.endswith("us")} for one in found))
+        times = {name: max(one[name] for one in found) for name in found[0] if name in both}
         row: dict[str, Any] = {
             "rows": shape.rows,
             "q": shape.q,
@@ -143,11 +144,14 @@ class Bench:
             **times,
         }
         row["armed"] = all(one["armed"] for one in found)
-        if "nccl_us" in times:
+        if "nccl_us" in both:
             row["speedup"] = times["nccl_us"] / times["us"]
             row["error_against_nccl"] = max(one["error_against_nccl"] for one in found)
             if not all(one["error_against_nccl"] <= AGREE["nccl"] for one in found):
                 self._problem(f"the two ways differ: {row}")
+        for rank, one in enumerate(found):
+            if "nccl_error" in one:
+                self._problem(f"rank {rank}, rows {shape.rows}: the way with collectives failed: {one['nccl_error']}")
         if not row["armed"]:
             self._problem(f"a mailbox is not armed after the step: {row}")
         self.document["rows"].append(row)
