@@ -24,7 +24,7 @@ from k3dsl.nvidia.cubin import parse_all
 from k3dsl.nvidia.driver import LaunchAttribute, LaunchConfig
 from k3dsl.nvidia.host_object import HostObject
 from k3dsl.nvidia.stages_packages import TokenspeedCore
-from k3dsl.nvidia.toolchain import build, compile_key
+from k3dsl.nvidia.toolchain import Compiler, build, compile_key
 
 pytestmark = pytest.mark.compile
 pytest.importorskip("tokenspeed_mla", reason="tokenspeed-mla is not installed: pip install 'k3dsl[nvidia]'")
@@ -48,10 +48,17 @@ def store(tmp_path_factory):
     return CompileCache(tmp_path_factory.mktemp("tokenspeed"))
 
 
+@pytest.fixture(scope="session")
+def built():
+    """Builds with one compiler process for all: starting one takes as long as a build."""
+    with Compiler() as compiler:
+        yield compiler.build
+
+
 @pytest.fixture
-def payload(store):
+def payload(store, built):
     def get(target, key):
-        return store.get_or_build(compile_key(key, target), build).payload
+        return store.get_or_build(compile_key(key, target), built).payload
 
     return get
 
@@ -347,14 +354,14 @@ def test_launch_structures_of_both_apis_have_one_layout():
 
 
 @pytest.fixture
-def bench(store):
+def bench(store, built):
     """Layers of one shape each side of q = 1; their objects are those of SMALL and of a verify step."""
     plan = Deployment(DIMS, target="sm_100a", batches=(1, 4), queries=(1, 4), core="tokenspeed")
     for rows, q in plan.shapes():
         key = tokenspeed.key_for(
             "sm_100a", heads=12, q=q, requests=rows // q, page=64, max_context=BOUND, sm_count=148, host=HOST
         )
-        store.get_or_build(compile_key(key, "sm_100a"), build)
+        store.get_or_build(compile_key(key, "sm_100a"), built)
     return BlackwellBench(plan, store)
 
 
@@ -472,7 +479,7 @@ def test_the_compile_function_takes_what_we_pass_and_no_more():
     ]
 
 
-def test_the_object_does_not_depend_on_the_number_of_sms_that_the_package_would_ask_for(store):
+def test_the_object_does_not_depend_on_the_number_of_sms_that_the_package_would_ask_for(store, built):
     """Only persistent grids use it; kernels/tokenspeed.py answers 1."""
     from tokenspeed_mla import mla_helpers
 
@@ -482,4 +489,4 @@ def test_the_object_does_not_depend_on_the_number_of_sms_that_the_package_would_
     assert "max_active_clusters" not in after.partition("else:")[2]
     # a second build in another process gives the same bytes
     key = compile_key(SMALL[1], "sm_100a")
-    assert build(key).payload == store.get_or_build(key, build).payload
+    assert build(key).payload == store.get_or_build(key, built).payload

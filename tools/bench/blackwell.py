@@ -28,7 +28,9 @@ def run(*, against: str | None = None, commit: str | None = None, quick: bool = 
     """The document: seconds to the slowest rank's last object, for the package, a cold and a warm cache."""
     from k3dsl.errors import ConfigError, ToolchainError
     from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
-    from k3dsl.nvidia.toolchain import lacks
+    from k3dsl.nvidia.toolchain import installed, lacks
+
+    from . import harness  # here: ranks run this file as a program
 
     if against not in (None, "package"):
         raise ConfigError(f"against={against!r} must be package")
@@ -41,8 +43,8 @@ def run(*, against: str | None = None, commit: str | None = None, quick: bool = 
             times = {kind: _start(ranks, kind, folder) for kind in KINDS}
         rows.append({"ranks": ranks, **times})
     method = f"wall clock of processes started together, one shape (12 heads, 1 row, {TARGET}), imports included"
-    conditions = {"commit": commit, "cores": os.cpu_count(), "load_before": load, "method": method}
-    return {"conditions": conditions, "rows": rows}
+    facts = {"cores": os.cpu_count(), "load": load, **TokenspeedKey.packages, "nvidia-cutlass-dsl": installed()}
+    return {"conditions": {**harness.conditions(commit, method), **facts}, "rows": rows}
 
 
 def show(document: dict[str, Any], console: Any) -> None:
