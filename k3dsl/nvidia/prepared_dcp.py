@@ -111,22 +111,27 @@ class PreparedDcp(PreparedMla):
         totals: Tensor | None,
         q: int,
     ) -> tuple[DcpStep, tuple[Tensor, ...]]:
-        """The stages of a step, bound to its tensors; and those, some of them made here, to be held until they are
-        launched."""
+        """The stages of a step, bound to its tensors; and its metadata, which may have been made here, to be held until
+        all is launched."""
         step = self._steps.get((projected.shape[0], q))
         if step is None:
             raise self._refusal(projected.shape[0], q)
         if totals is None:
             raise ConfigError("run: totals is needed, int32 [R]: lengths are those of one rank's shard")
-        fewest = min(lengths.shape[0], totals.shape[0], block_table.shape[0])
-        if fewest < step.requests:
-            block_table, lengths, padded = pad_requests(
-                step.requests, block_table[:fewest], lengths[:fewest], totals[:fewest]
-            )
+        requests = step.requests
+        if lengths.shape[0] < requests or block_table.shape[0] < requests or totals.shape[0] < requests:
+            n = min(lengths.shape[0], totals.shape[0], block_table.shape[0])
+            block_table, lengths, padded = pad_requests(requests, block_table[:n], lengths[:n], totals[:n])
             assert padded is not None
             totals = padded
-        tensors = (projected, out, slots, block_table, lengths, totals)
-        layout = (q, *((t.dtype, t.get_device(), t.shape, t.stride()) for t in tensors))
+        layout = (
+            *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
+            *(out.dtype, out.get_device(), out.shape, out.stride()),
+            *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
+            *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
+            *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
+            *(totals.dtype, totals.get_device(), totals.shape, totals.stride()),
+        )
         strides = self._layouts.get(layout)
         source, target = projected.data_ptr(), out.data_ptr()
         if strides is None or source & 15 or target & 3 or (cache is not self._kv() and place(cache) != self._place):
@@ -138,7 +143,7 @@ class PreparedDcp(PreparedMla):
         step.query.bind(source, slots.data_ptr(), pitch)
         self._bind_core(step, block_table.data_ptr(), keys, table_stride, all_keys)
         step.value.bind(source, keys, all_keys, target, pitch)
-        return step, tensors
+        return step, (block_table, lengths, totals)
 
     def stock_core(
         self,
@@ -172,10 +177,10 @@ class PreparedDcp(PreparedMla):
 
     @staticmethod
     def _bind_core(step: DcpStep, table: int, lengths: int, stride: int, totals: int) -> None:
-        if isinstance(step.core, DcpCore | TokenspeedCore):
-            step.core.bind(table, lengths, stride, totals)
-        else:
+        if type(step.core) is HopperCore:
             step.core.bind(table, lengths, stride)
+        else:
+            step.core.bind(table, lengths, stride, totals)  # type: ignore[call-arg]
 
     # ---- preparation
 
