@@ -27,7 +27,7 @@ class Case:
     has_invalid: bool = False
     lse: bool = True
     invalid: str = "none"  # none, some, all, first, last, ragged
-    values: str = "normal"  # normal, scales (2^-13..2^7), spread (logits over +-1e4), huge (records past 2^32 bytes)
+    values: str = "normal"  # or scales (2^-13..2^7), spread (logits over +-1e4), negative (scale), huge (cache)
     duplicates: bool = False
     records: int = 700
     seed: int = 0
@@ -69,6 +69,8 @@ def make(case: Case) -> Made:
     scale = SCALE
     if case.values == "spread":
         scale = 1e4 / (24 * 3)  # products have a deviation of 24
+    if case.values == "negative":
+        scale = -SCALE
     kv[listed] = fp8_ds_mla_pack(latent.bfloat16(), torch.randn(n, 64, generator=rng).bfloat16())
     indptr = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0).tolist()], dtype=torch.int32)
     _mask(case, slots, indptr, rng)
@@ -166,6 +168,7 @@ def subset() -> list[Case]:
         Case("duplicates", 16, (64, 200), duplicates=True),
         Case("scales", 16, (64, 300), values="scales"),
         Case("spread", 16, (64, 300), values="spread"),
+        Case("negative", 16, (64, 300), values="negative"),
         Case("top-2048", 16, (2048, 0, 2048), options={"seed": 3, "quantum": 100_000}),
     ]
 

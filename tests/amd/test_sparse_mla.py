@@ -32,9 +32,12 @@ def cache(tmp_path_factory) -> CompileCache:
 @pytest.mark.parametrize("case", subset(), ids=lambda c: c.name)
 def test_against_float64(case: Case, cache: CompileCache) -> None:
     made = make(case)
-    runtime = run(case, made, cache)
+    runtime = run(case, made, cache, uninitialised=True)
     check(case, made)
-    assert not runtime.results[-1].reports
+    # what nobody wrote is read once only: the rope parts of a tile without a key, which are not used
+    reports = runtime.results[-1].reports
+    assert all(r.kind == "uninitialised LDS" and "ds_read_b128" in r.instruction for r in reports)
+    assert len(reports) in ((0, 4) if case.has_invalid else (0,))
 
 
 def test_records_past_4_gib(cache: CompileCache) -> None:
