@@ -10,7 +10,7 @@ from typing import Any
 
 import mla_pre_group as group_of
 import pytest
-from test_mla_pre_emulated import run_case
+from test_mla_pre_emulated import run_case, stall_case
 
 from k3dsl.amd.layer import builds
 from k3dsl.amd.mla_pre import contract
@@ -34,6 +34,12 @@ def test_one_rank(rows: int, nblocks: int, w_uk: str, schedule: dict[str, Any]) 
 @pytest.mark.parametrize(("ranks", "rows"), list(product((2, 4, 8), (1, 2, 4, 8, 16))))
 def test_several_ranks(ranks: int, rows: int, schedule: dict[str, Any]) -> None:
     run_case(ranks, rows, 1 + (ranks + rows) % 8, kind="mixed" if rows > 2 else "own", **schedule)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_stalled_rank(ranks: int, seed: int) -> None:
+    stall_case(ranks, model="weak" if seed % 2 else "flat", seed=seed, quantum=(50, 1000, 20_000)[seed % 3])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
