@@ -213,11 +213,6 @@ def udiv(a: Any, b: Any) -> fx.Int32:
     return fx.Int32(arith.divui(word(a), word(b)))
 
 
-def urem(a: Any, b: Any) -> fx.Int32:
-    """Remainder of unsigned dwords."""
-    return fx.Int32(arith.remui(word(a), word(b)))
-
-
 def shr(a: Any, b: Any) -> fx.Int32:
     """Logical shift right."""
     return fx.Int32(arith.shrui(word(a), word(b)))
