@@ -164,6 +164,14 @@ def near(got: Tensor, want: Tensor, *, ulps: int = 1, rate: float = 0.01, floor:
     assert (a != b).float().mean() <= rate
 
 
+def gated(got: Tensor, g: Tensor) -> None:
+    """The gate is that of g, or of a neighbour of it where the sum came out on the other side of a rounding."""
+    steps = [reference.gate((g.view(torch.int16) + step).view(BF16)) for step in (0, -1, 1)]
+    assert (got == steps[0]).float().mean() > 0.99
+    nearest = torch.stack([(got.float() - s.float()).abs() for s in steps]).argmin(0)
+    near(got, torch.stack(steps).gather(0, nearest[None])[0], rate=1e-3)
+
+
 def check(r: Rank) -> None:
     """Every stage against a computation from the kernel's own hand-off before it, and nothing else written."""
     key, w, s, ns = r.key, r.weights, r.key.tokens, r.key.sources
@@ -180,7 +188,7 @@ def check(r: Rank) -> None:
     x = r.rows("x")
     near(x, reference.bf(reference.mix(v.double(), weights.double(), w).float()), rate=1e-3)
     near(r.qa, reference.project(x, w.w_qkv))
-    near(r.outs["gate_out"], reference.gate(reference.project(x, w.w_g)))
+    gated(r.outs["gate_out"], reference.project(x, w.w_g))
     qc, entry = reference.norms(r.qa, w)
     near(r.rows("qc"), qc, rate=1e-3)
     slots = r.inputs["slots"]
