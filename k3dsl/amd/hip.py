@@ -5,6 +5,8 @@ tested against a stand-in library; NEVER run on an AMD GPU so far.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint32, c_void_p
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -118,14 +120,10 @@ class HipRuntime:
 
     def load(self, payload: bytes, symbol: str) -> _Module:
         """Loads on this device, whatever device is current, and leaves that one current."""
-        before = self.hip.integer("hipGetDevice")
-        self.hip.call("hipSetDevice", self.index)
-        try:
-            module, function = c_void_p(), c_void_p()
+        module, function = c_void_p(), c_void_p()
+        with self._current():
             self.hip.call("hipModuleLoadData", byref(module), payload, doing=f"loading {symbol} ({len(payload)} bytes)")
             self.hip.call("hipModuleGetFunction", byref(function), module, symbol.encode(), doing=f"finding {symbol}")
-        finally:
-            self.hip.call("hipSetDevice", before)
         return _Module(module.value or 0, function.value or 0, payload)
 
     def unload(self, handle: _Module) -> None:
@@ -135,7 +133,25 @@ class HipRuntime:
         places = [arguments.address + offset for offset in arguments.offsets]
         return Prepared(handle.function, (c_void_p * max(len(places), 1))(*places), arguments)
 
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """With this device current; afterwards the one that was before."""
+        before = self.hip.integer("hipGetDevice")
+        self.hip.call("hipSetDevice", self.index)
+        try:
+            yield
+        finally:
+            self.hip.call("hipSetDevice", before)
+
     def launch(self, prepared: Prepared, launch: Launch, stream: int) -> None:
+        """On this device, whatever device is current: stream 0 is the current device's."""
+        if self.hip.integer("hipGetDevice") == self.index:
+            self._launch(prepared, launch, stream)
+        else:
+            with self._current():
+                self._launch(prepared, launch, stream)
+
+    def _launch(self, prepared: Prepared, launch: Launch, stream: int) -> None:
         status = self.hip.launch_kernel(
             prepared.function, *launch.grid, *launch.block, launch.lds, stream, ctypes.addressof(prepared.array), None
         )
@@ -151,7 +167,8 @@ class HipRuntime:
         return stream != 0 and self.hip.integer("hipStreamIsCapturing", stream) != _CAPTURE_NONE
 
     def synchronize(self) -> None:
-        self.hip.call("hipStreamSynchronize", self.stream())
+        with self._current():
+            self.hip.call("hipStreamSynchronize", self.stream())
 
 
 @cache

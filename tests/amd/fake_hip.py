@@ -68,5 +68,5 @@ class FakeHip:
         values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
         self.launches.append(
             {"function": function, "grid": (gx, gy, gz), "block": (bx, by, bz), "lds": lds, "stream": stream or 0}
-            | {"values": values}
+            | {"values": values, "device": self.device}
         )

@@ -223,6 +223,7 @@ class TestObjects:
         packed += [struct.pack("<q", -3 << 33), struct.pack("<Q", 5 << 40)]
         assert first["values"] == packed
         assert second["grid"] == (9, 1, 1)
+        assert (first["device"], second["device"], fake.device) == (3, 3, 0)  # stream 0 is the current device's
         assert second["values"] == [struct.pack("<i", -1), *packed[1:]]
         assert not runtime.capturing()
         fake.captured.add(0x77)
