@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from k3dsl.amd import PreparedSparseMla, fp8_ds_mla_pack
+from k3dsl.amd import PreparedSparseMla, SparseMlaKey, fp8_ds_mla_pack
+from k3dsl.amd.toolchain import compile_key
 from k3dsl.cache import CompileCache
 from k3dsl.reference.sparse_mla import sparse_mla64
 from tools.gfx950 import CodeObject, Emulator, Memory
@@ -65,7 +66,8 @@ def ours(heads: int, waves: int, cache: CompileCache) -> tuple[Profile, dict[str
     layer = PreparedSparseMla(heads, SCALE, cache=cache, runtime=runtime)
     layer.prepare_cache(records)
     layer.run(q, indptr, indices, out)
-    entry = next(e for e in cache.entries() if e.key.params["heads"] == heads and not e.key.params["has_invalid"])
+    entry = cache.get(compile_key(SparseMlaKey(heads), "gfx950"))
+    assert entry is not None
     return runtime.results[0].profiles[0], dict(entry.manifest.resources), error(out, q, records, indptr, indices)
 
 

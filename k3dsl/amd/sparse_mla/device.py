@@ -120,6 +120,13 @@ def extract(vector: ir.Value, at: int) -> fx.Float32:
     return p.as_float(fx.Int32(llvm.extractelement(vector, p.word(at))))
 
 
+def times_pair(value: fx.Float32, vector: ir.Value, pair: int) -> list[fx.Float32]:
+    """`value` times floats 2 pair and 2 pair + 1 of a vector of dwords, by one packed product."""
+    both = fx.Vector.from_elements([extract(vector, 2 * pair), extract(vector, 2 * pair + 1)])
+    product = both * fx.Vector.from_elements([value, value])
+    return [product[0], product[1]]
+
+
 def splat(value: fx.Float32) -> ir.Value:
     """Four times the same."""
     return p.raw(fx.Vector.from_elements([value] * 4))

@@ -41,6 +41,7 @@ from k3dsl.amd.sparse_mla.device import (
     permuted,
     splat,
     store_lds,
+    times_pair,
     transposed,
     wait_for_lds,
     wait_for_loads,
@@ -287,10 +288,12 @@ class Token:
         for value in powers:
             total = total + value
 
+        # two quarters at once, whose scales lie side by side
+        scaled = [times_pair(v, key_scales[i], pair) for i, v in enumerate(powers) for pair in range(2)]
         weights = []
         for quarter in range(4):
-            scaled = [v * extract(key_scales[i], quarter) for i, v in enumerate(powers)]
-            weights.append(p.join([p.pack_bf16(scaled[i], scaled[i + 1]) for i in range(0, 8, 2)]))
+            mine = [scaled[2 * i + quarter // 2][quarter % 2] for i in range(8)]
+            weights.append(p.join([p.pack_bf16(mine[i], mine[i + 1]) for i in range(0, 8, 2)]))
         ready = None
         for n in range(COLUMNS):  # reads run AHEAD, conversions one step ahead of the products
             if n + AHEAD < COLUMNS:
