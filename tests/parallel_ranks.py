@@ -94,7 +94,8 @@ def publish_only(me: Any, case: ParallelCase, silent: int, bound: float) -> Endi
     ending = None
     if me.rank == silent:
         layer = group.layers[0][0]
-        layer.bound(**group.calls(0)[0], q=case.q).query.launch(torch.cuda.current_stream().cuda_stream)
+        step, _ = layer.bound(**group.calls(0)[0], q=case.q)
+        step.query.launch(torch.cuda.current_stream().cuda_stream)
     else:
         layer = group.layers[0][0]
         ending = Ending.of(group, box, lambda: layer.run(**group.calls(0)[0], q=case.q), group.run)

@@ -167,7 +167,8 @@ def test_a_rank_that_stops_after_its_queries_is_missed_in_the_merge(silent):
     group = Group(KERNELS, ParallelCase(4, 16, 4), timeout=bound)
     group.run()
     group.verdict().require()
-    steps = [layer.bound(**call, q=4) for layer, call in zip(group.layers[0], group.calls(0), strict=True)]
+    bound_to = [layer.bound(**call, q=4) for layer, call in zip(group.layers[0], group.calls(0), strict=True)]
+    steps = [step for step, _ in bound_to]
     now = stream()
     for step in steps:
         step.query.publish(now)
