@@ -59,8 +59,8 @@ class Bench:
         )
         if options.virtual:
             method = (
-                f"{self.dcp} virtual ranks of {options.heads} heads, interleave {options.interleave}, page 64, fp8, one "
-                "after the other on one GPU; graph of 4 layers, median of 7 replays; us of a layer of all ranks together"
+                f"{self.dcp} virtual ranks of {options.heads} heads, interleave {options.interleave}, page 64, fp8, in "
+                "turns on one GPU; graph of 4 layers, median of 7 replays; us of a layer of all ranks together"
             )
         self.document: dict[str, Any] = {
             "conditions": harness.conditions(options.commit, method),
