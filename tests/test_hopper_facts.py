@@ -30,7 +30,7 @@ def every_key():
 @pytest.mark.parametrize(
     ("heads", "q", "blocks", "block", "n"),
     [
-        (12, 1, 1, 12, 16), (12, 2, 1, 24, 24), (12, 3, 1, 36, 40), (12, 4, 1, 48, 48), (12, 5, 2, 30, 32),
+        (12, 1, 1, 12, 16), (12, 2, 1, 24, 24), (12, 3, 1, 36, 48), (12, 4, 1, 48, 48), (12, 5, 2, 30, 32),
         (12, 8, 2, 48, 48), (6, 1, 1, 6, 8), (6, 8, 1, 48, 48), (96, 1, 2, 48, 48), (96, 8, 16, 48, 48),
         (1, 1, 1, 1, 8),
     ],
@@ -106,9 +106,9 @@ def test_smem_areas_follow_each_other():
     for key in every_key():
         lay = hopper.smem(key)
         exchange = 8 * key.n * 4
-        starts = [0, lay.query, lay.p, lay.peaks, lay.sums, lay.split, lay.bytes, lay.total]
+        starts = [0, lay.query, lay.p, lay.peaks, lay.sums, lay.factors, lay.split, lay.bytes, lay.total]
         sizes = [
-            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange,
+            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange, 4 * key.n,
             2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries),
         ]  # fmt: skip
         assert all(b - a == size for (a, b), size in zip(pairwise(starts), sizes, strict=True))
@@ -116,7 +116,7 @@ def test_smem_areas_follow_each_other():
         assert lay.query % 1024 == lay.query_bytes % 1024 == lay.p % 1024 == lay.p_bytes % 1024 == lay.bytes % 8 == 0
         assert lay.tile_bytes == 64 * 576 * key.element
         assert lay.query_bytes >= key.n * 576 * key.element
-        assert lay.stages >= (4 if key.pair else 2)  # a step in work, another on its way
+        assert lay.stages >= 2 * key.step  # a step in work, another on its way
 
 
 # ---- the split
@@ -185,7 +185,7 @@ def test_splits_leave_one_cta_an_sm():
 def test_geometry():
     key = hopper.choose(heads=96, q=1, page=64, kv="fp8")
     launch = hopper.geometry(key, requests=3, sm_count=H200)
-    assert (launch.grid, launch.block, launch.cluster) == ((2, 66, 1), (384, 1, 1), (1, 1, 1))
+    assert (launch.grid, launch.block, launch.cluster) == ((2, 66, 1), (640, 1, 1), (1, 1, 1))
     assert launch.smem == hopper.smem(key).total
     assert launch.pdl
     merge = hopper.merge_geometry(MergeKey(48, slice=128, groups=8), key, requests=3)

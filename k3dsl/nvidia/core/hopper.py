@@ -35,8 +35,8 @@ WIDE_P: Final = "e4m3x2"
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
 SINGLE_TILES: Final = 32
-CONSUMERS: Final = 2  # warpgroups
-THREADS: Final = 128 * (CONSUMERS + 1)
+#: From here on the scores of a tile are shared by two warpgroups, half of the columns each (docs/hopper.md).
+HALVED_COLUMNS: Final = 32
 SMEM: Final = 232448  # bytes of shared memory that a CTA may have on sm_90
 
 
@@ -86,9 +86,14 @@ class HopperKey:
         return -(-self.columns // self.blocks)
 
     @property
+    def halves(self) -> int:
+        """Parts that the columns of a tile's scores are in, one for a warpgroup."""
+        return 2 if -(-self.block // 8) * 8 >= HALVED_COLUMNS else 1
+
+    @property
     def n(self) -> int:
-        """N of the wgmmas."""
-        return -(-self.block // 8) * 8
+        """N of PV's wgmmas; that of QK's is n // halves."""
+        return -(-self.block // (8 * self.halves)) * 8 * self.halves
 
     @property
     def element(self) -> int:
@@ -96,13 +101,27 @@ class HopperKey:
         return 1 if self.kv == "fp8" else 2
 
     @property
-    def pair(self) -> bool:
-        """Whether a step takes two tiles, one for each warpgroup's QK (FP8), or one that both do (BF16).
+    def step(self) -> int:
+        """Tiles of a step. A BF16 tile is so large that only two fit: a step of two would leave none in flight."""
+        return 2 if self.kv == "fp8" else 1
 
-        A BF16 tile is so large that only two fit: a step of two would leave none in flight. It also takes so long to
-        arrive that both warpgroups can afford its whole QK, and then need not wait for each other.
+    @property
+    def alone(self) -> bool:
+        """Whether each warpgroup works out all scores for itself, and so need not wait for the others.
+
+        A BF16 tile takes so long to arrive that this is affordable with few columns.
         """
-        return self.kv == "fp8"
+        return self.step * self.halves == 1
+
+    @property
+    def groups(self) -> int:
+        """Consumer warpgroups. In PV each has 512 / groups latents of all columns, in QK a half of a tile's columns."""
+        return max(2, self.step * self.halves)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 128 * self.groups + (128 if self.groups > 2 else 64)
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,7 @@ class Smem:
     p: int
     peaks: int
     sums: int
+    factors: int
     split: int
     bytes: int
     #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty; 8 bytes each.
@@ -129,14 +149,15 @@ def smem(key: HopperKey) -> Smem:
     tile_bytes = TILE * ENTRY * key.element
     query_bytes = -(-key.n * ENTRY * key.element // 1024) * 1024  # boxes start at whole swizzle atoms
     p_bytes = -(-key.n * TILE * (1 if key.p == "e4m3" else 2) // 1024) * 1024
-    exchange = 4 * CONSUMERS * key.n * 4
+    exchange = 8 * key.n * 4  # a row a warp; of 16 warps two share one, each with its half of the columns
     for stages in (5, 4, 3, 2):
         for queries in (2, 1):
             query = stages * tile_bytes
             p = query + queries * query_bytes
             peaks = p + 4 * p_bytes
             sums = peaks + exchange
-            split = sums + exchange
+            factors = sums + exchange
+            split = factors + key.n * 4
             size = split + 2 * MAX_REQUESTS * 4
             total = size + 8 * 2 * (stages + queries)
             if total <= SMEM:
@@ -150,6 +171,7 @@ def smem(key: HopperKey) -> Smem:
                     p,
                     peaks,
                     sums,
+                    factors,
                     split,
                     bytes=size,
                     total=total,
@@ -257,7 +279,9 @@ def geometry(key: HopperKey, *, requests: int, sm_count: int) -> Launch:
     """The core's launch: grid (column blocks, splits). CTAs that read the same tiles are neighbours, for the L2."""
     if not 1 <= requests <= MAX_REQUESTS:
         raise ConfigError(f"requests={requests!r} must be from 1 to {MAX_REQUESTS}")
-    return Launch(grid=(key.blocks, splits(key, sm_count), 1), block=(THREADS, 1, 1), smem=smem(key).total, pdl=True)
+    return Launch(
+        grid=(key.blocks, splits(key, sm_count), 1), block=(key.threads, 1, 1), smem=smem(key).total, pdl=True
+    )
 
 
 # ---- tensor maps

@@ -10,7 +10,7 @@ from cutlass import Float32, GridConstant, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.experimental.cuda import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
-from k3dsl.nvidia.core.hopper import ENTRY, THREADS
+from k3dsl.nvidia.core.hopper import ENTRY
 from k3dsl.nvidia.core.hopper_dcp import HopperDcpKey
 from k3dsl.nvidia.kernels import ptx
 from k3dsl.nvidia.kernels.hopper import Core
@@ -45,7 +45,7 @@ class DcpCore(Core):
         context = (totals, ranks, rank, interleave)
         launch = {
             "grid": (self.key.blocks, 1, 1),
-            "block": (THREADS, 1, 1),
+            "block": (self.key.threads, 1, 1),
             "smem": self.smem.total,
             "stream": stream,
             "use_pdl": True,
@@ -111,13 +111,11 @@ class DcpCore(Core):
         totals, _ranks, _rank, _interleave = self.context
         total = ptx.ldg_b32(totals + Int64(request) * 4)
         here = self.local(total)
-        w, r, c = lane_of(ptx.thread_x())
-        for g in cutlass.range_constexpr(key.n // 8):
+        w, r, _c = lane_of(ptx.thread_x())
+        first = self.first_column()
+        for g in cutlass.range_constexpr(self.own // 8):
             for b in cutlass.range_constexpr(2):
-                column = 8 * g + 2 * c + b
-                if cutlass.const_expr(key.blocks > 1):
-                    column = column + ptx.block_x() * key.block
-                limit = valid - here + self.local(total - (key.q - 1) + column // key.heads)
+                limit = valid - here + self.local(total - (key.q - 1) + (first + 8 * g + b) // key.heads)
                 for h in cutlass.range_constexpr(2):
                     x = 4 * g + 2 * h + b
                     s[x] = ptx.keep_below(s[x], w * 16 + r + 8 * h, limit)

@@ -9,7 +9,7 @@ half) and 8j + 2c + 1, latents 2r and 2r + 1. Accumulator rows r and r + 8 then 
 import cutlass
 from cutlass import Float32, cute
 
-from k3dsl.nvidia.core.hopper import CONSUMERS, ENTRY, LATENT, TILE, HopperKey, smem
+from k3dsl.nvidia.core.hopper import ENTRY, LATENT, TILE, HopperKey, smem
 from k3dsl.nvidia.kernels import ptx
 
 #: P is 2^(score - m), and m need not be the maximum of the scores so far: it is raised only when an exponent passes
@@ -20,11 +20,10 @@ P_LIMIT = 8.0
 P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
-#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
-CHAINS = {8: 5, 16: 5, 24: 3, 32: 2}
-#: From here on it is one, in a loop: unrolled, ptxas puts the additions off and takes registers for all of them. The
-#: other warpgroup's wgmmas fill the gaps.
-BOX_BY_BOX = 40
+#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow. With four warpgroups it is one, in a
+#: loop: unrolled, ptxas puts the additions off and takes registers for all of them. The wgmmas of the other warpgroups
+#: fill the gaps.
+CHAINS = {8: 5, 16: 5, 24: 3}
 
 
 def fill(registers, value):
@@ -58,16 +57,25 @@ class Tile:
         self.parts = 2 if key.p == "e4m3x2" else 1  # summands of P
         self.width = 128 if self.fp8 else 64  # elements of a box row
         self.boxes = ENTRY // self.width  # whole boxes; FP8 has a tail of 64 elements beside them
-        self.half = key.n // 2  # accumulator registers of a 64-row tile
-        self.cols = key.n // 4  # columns that a thread sees of each: 8g + 2c + b
-        self.latent_tiles = LATENT // TILE // CONSUMERS  # of a warpgroup
+        self.half = key.n // 2  # accumulator registers of a 64-row tile of O
+        self.own = key.n // key.halves  # columns of a warpgroup's scores
+        self.cols = self.own // 4  # those that a thread sees: 8g + 2c + b of its half
+        self.latents = LATENT // key.groups  # of a warpgroup
+        self.latent_tiles = self.latents // TILE
 
-    def scores(self, k_lo, q_lo):
-        """S^T of a tile, 64 keys x n columns, as `half` Float32."""
+    def own_columns(self, q_lo, column_half):
+        """Descriptors of a warpgroup's columns of the query at q_lo: in the boxes, and in the tail."""
+        n, tail = self.key.n, self.boxes * self.key.n * 128 // 16
+        if self.key.halves == 1:
+            return q_lo, q_lo + tail
+        return q_lo + column_half * (n // 2 * 128 // 16), q_lo + tail + column_half * (n // 2 * 64 // 16)
+
+    def scores(self, k_lo, q_lo, q_tail):
+        """S^T of a tile, 64 keys x own columns, as own / 2 Float32. q_lo, q_tail: see own_columns."""
         n, fp8 = self.key.n, self.fp8
-        boxes = [(b * BOX, b * n * 128, 4, ptx.SW128) for b in range(self.boxes)]
+        boxes = [(b * BOX, q_lo + b * n * 128 // 16, 4, ptx.SW128) for b in range(self.boxes)]
         if fp8:
-            boxes.append((self.boxes * BOX, self.boxes * n * 128, 2, ptx.SW64))
+            boxes.append((self.boxes * BOX, q_tail, 2, ptx.SW64))
         chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
         depth = CHAINS[n] if fp8 else 1
         flying, result = [], None
@@ -81,10 +89,10 @@ class Tile:
                 if len(flying) == depth:
                     cute.nvgpu.warpgroup.wait_group(depth - 1)
                     result = land(result)
-                flying.append([Float32(0.0)] * self.half)
+                flying.append([Float32(0.0)] * (self.own // 2))
                 cute.nvgpu.warpgroup.fence()
             for k in range(steps):
-                a, q = k_lo + (k_at + 32 * k) // 16, q_lo + (q_at + 32 * k) // 16
+                a, q = k_lo + (k_at + 32 * k) // 16, q_at + 2 * k
                 follows = k > 0 or b >= chains
                 flying[-1] = ptx.wgmma_ss("e4m3" if fp8 else "bf16", flying[-1], a, layout, q, layout, follows)
             if b >= chains - 1 or fp8:
@@ -95,22 +103,27 @@ class Tile:
         return result
 
     @cute.jit
-    def scores_by_box(self, s, k_lo, q_lo):
+    def scores_by_box(self, s, k_lo, q_lo, q_tail):
         """The same for FP8 into `s`, with one chain at a time."""
         n = self.key.n
         fill(s, 0.0)
         for b in cutlass.range(self.boxes, unroll=1):
             self.add_box(s, k_lo + b * (BOX // 16), q_lo + b * (n * 128 // 16), 4, ptx.SW128)
-        self.add_box(s, k_lo + self.boxes * BOX // 16, q_lo + self.boxes * n * 128 // 16, 2, ptx.SW64)
+        self.add_box(s, k_lo + self.boxes * BOX // 16, q_tail, 2, ptx.SW64)
 
     def add_box(self, s, k_lo, q_lo, steps, layout):
-        d = [Float32(0.0)] * self.half
+        d = [Float32(0.0)] * (self.own // 2)
         cute.nvgpu.warpgroup.fence()
         for k in range(steps):
             d = ptx.wgmma_ss("e4m3", d, k_lo + 2 * k, layout, q_lo + 2 * k, layout, k > 0)
         cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
         put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
+
+    def first_column(self):
+        """The first column of a request whose scores this thread has; the others are 8g + b after it."""
+        _row, column_at = self.exchange_place()
+        return column_at // 4 if self.key.blocks == 1 else column_at // 4 + ptx.block_x() * self.key.block
 
     @cute.jit
     def mask(self, s, valid, request):
@@ -119,29 +132,24 @@ class Tile:
         `request` is for builds whose tokens' bounds do not follow from the length alone (kernels/hopper_dcp.py).
         """
         key = self.key
-        w, r, c = lane_of(ptx.thread_x())
-        for g in cutlass.range_constexpr(key.n // 8):
+        w, r, _c = lane_of(ptx.thread_x())
+        first = self.first_column()
+        for g in cutlass.range_constexpr(self.own // 8):
             for b in cutlass.range_constexpr(2):
                 limit = valid
                 if cutlass.const_expr(key.q > 1):
-                    column = 8 * g + 2 * c + b
-                    if cutlass.const_expr(key.blocks > 1):
-                        column = column + ptx.block_x() * key.block
-                    limit = valid - (key.q - 1) + column // key.heads
+                    limit = valid - (key.q - 1) + (first + 8 * g + b) // key.heads
                 for h in cutlass.range_constexpr(2):
                     x = 4 * g + 2 * h + b
                     s[x] = ptx.keep_below(s[x], w * 16 + r + 8 * h, limit)
 
-    def clear_values(self, tile, group, tid, valid):
+    def clear_values(self, tile, part, valid):
         """Zeros into the rows of V past the length: P is 0 there, but 0 times the NaN that may lie there is NaN.
 
-        In a pair the warpgroup of the tile clears all latents, else each warpgroup those that it reads.
+        The warpgroups that have this tile share its latents.
         """
-        if self.key.pair:
-            at, boxes = tile, LATENT // self.width // 2
-        else:
-            at, boxes = tile + group * (LATENT // CONSUMERS // self.width * BOX), LATENT // CONSUMERS // self.width // 2
-        self.clear_rows(at, tid, valid, boxes)
+        boxes = LATENT // self.width // (self.key.groups // self.key.step)
+        self.clear_rows(tile + part * (boxes * BOX), ptx.thread_x(), valid, boxes // 2)
 
     @cute.jit
     def clear_rows(self, at, tid, valid, boxes: cutlass.Constexpr):
@@ -152,13 +160,13 @@ class Tile:
                 ptx.sts_zero16(mine, offset=x // 8 * BOX + x % 8 * 16)
 
     @cute.jit
-    def share_peaks(self, s, lane, to):
+    def share_peaks(self, s, to):
         """The largest score of each column among this warp's 16 keys to shared memory."""
-        groups = self.key.n // 8
+        groups = self.own // 8
         peak = [ptx.fmax(s[4 * g + b], s[4 * g + 2 + b]) for g in range(groups) for b in range(2)]
         for distance in (4, 8, 16):
             peak = [ptx.fmax(x, cute.arch.shuffle_sync_bfly(x, distance)) for x in peak]
-        if lane < 4:
+        if ptx.thread_x() & 31 < 4:
             for g in cutlass.range_constexpr(groups):
                 ptx.sts_v2f(to, peak[2 * g], peak[2 * g + 1], offset=32 * g)
 
@@ -169,18 +177,42 @@ class Tile:
         A loop, though a short one: unrolled, all its loads are in flight at once and take registers that are not there.
         """
         put(new, [m[x] for x in range(self.cols)])
-        for warp in cutlass.range(8 if self.key.pair else 4, unroll=1):
+        for warp in cutlass.range(4 * self.key.step, unroll=1):
             self.raise_by(new, peaks + warp * (self.key.n * 4), scale_log2)
 
     def raise_by(self, new, peaks, scale_log2):
-        for g in range(self.key.n // 8):
+        for g in range(self.own // 8):
             for b, peak in enumerate(ptx.lds_v2f(peaks, offset=32 * g)):
                 x = 2 * g + b
                 new[x] = ptx.fmax(new[x], ptx.fma(peak, scale_log2, Float32(-P_TOP[self.key.p])))
 
-    def rescale(self, acc, total, factor):
-        """acc and total times a factor a column."""
-        put(total, [total[x] * factor[x] for x in range(self.cols)])
+    def share_of(self, group):
+        """(tile of a step, half of the columns) whose scores warpgroup `group` works out."""
+        return group % self.key.step, group // self.key.step % self.key.halves
+
+    def exchange_place(self):
+        """(row, byte of the first column) of this thread where warps exchange figures of columns.
+
+        From the thread's number anew: kept from step to step, they would take registers that are not there.
+        """
+        thread = ptx.thread_x()
+        w, _r, c = lane_of(thread)
+        tile_of_step, column_half = self.share_of(thread >> 7)
+        row = 4 * (thread >> 7 if self.key.alone else tile_of_step) + w
+        return row, column_half * (self.own * 4) + c * 8
+
+    @cute.jit
+    def share_factors(self, factor, to, row):
+        """The factors of this half's columns to shared memory, for the warpgroups that accumulate them."""
+        if (row == 0) & (ptx.thread_x() & 31 < 4):
+            for g in cutlass.range_constexpr(self.own // 8):
+                ptx.sts_v2f(to, factor[2 * g], factor[2 * g + 1], offset=32 * g)
+
+    def shared_factors(self, at):
+        return [f for g in range(self.key.n // 8) for f in ptx.lds_v2f(at, offset=32 * g)]
+
+    def rescale(self, acc, factor):
+        """acc times a factor a column, of all columns that this thread accumulates."""
         columns = [(x % self.half >> 2) * 2 + (x & 1) for x in range(self.latent_tiles * self.half)]
         put(acc, [acc[x] * factor[column] for x, column in enumerate(columns)])
 
@@ -202,7 +234,7 @@ class Tile:
 
         Gives their sum a column, and the largest exponent: above P_LIMIT, P is to be done again with a larger m.
         """
-        kind, groups = self.key.p, self.key.n // 8
+        kind, groups = self.key.p, self.own // 8
         regs, sums, worst = [], [], None
         for g in range(groups):
             pairs = []  # per column: of keys r and r + 8
@@ -262,11 +294,11 @@ class Tile:
         """An e4m3 wgmma adds with 14 bits: each tile has a chain of its own, added to acc in float32. A chain over all
         tiles would lose what comes late.
 
-        Up to N 32 a chain is added while the next one runs. Beyond, there are no registers for two; so that ptxas does
-        not take some all the same, the next chain begins in the registers of the one before, not adding to them by a
+        With few columns a chain is added while the next one runs. With many there are no registers for two, and other
+        warpgroups fill the gap; so that ptxas does not take some all the same, the next chain begins in the registers of the one before, not adding to them by a
         condition that it cannot see through.
         """
-        alone = self.key.n >= BOX_BY_BOX
+        alone = self.key.halves > 1
         last = None
         for t in range(self.latent_tiles):
             d, adds = [Float32(0.0)] * self.half, False
