@@ -27,7 +27,7 @@ def test_builds(compiler, key):
     assert isinstance(key, hopper_dcp.HopperDcpKey)
     found = compiler.build(toolchain.compile_key(key, TARGET)).resources
     assert found["frame"] == found["stack"] == found["spill_stores"] == found["spill_loads"] == 0
-    assert found["registers"] * hopper.THREADS <= 65536
+    assert found["registers"] * key.threads <= 65536
 
 
 def test_one_token_needs_no_core_of_its_own():

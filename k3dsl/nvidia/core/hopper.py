@@ -35,8 +35,10 @@ WIDE_P: Final = "e4m3x2"
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
 SINGLE_TILES: Final = 32
-#: From here on the scores of a tile are shared by two warpgroups, half of the columns each (docs/hopper.md).
+#: From here on two warpgroups share the scores of a tile, half of the columns each (docs/hopper.md).
 HALVED_COLUMNS: Final = 32
+#: Tiles of P that shared memory holds.
+PARTS_OF_P: Final = 4
 SMEM: Final = 232448  # bytes of shared memory that a CTA may have on sm_90
 
 
@@ -101,13 +103,24 @@ class HopperKey:
         return 1 if self.kv == "fp8" else 2
 
     @property
+    def apart(self) -> bool:
+        """Whether S and P have warpgroups of their own, two, beside the two that accumulate O (FP8, many columns).
+
+        Else the same two do both in turn.
+        """
+        return self.kv == "fp8" and self.halves == 2
+
+    @property
     def step(self) -> int:
-        """Tiles of a step. A BF16 tile is so large that only two fit: a step of two would leave none in flight."""
-        return 2 if self.kv == "fp8" else 1
+        """Tiles whose scores are worked out at a time, where the same warpgroups do all: FP8 one each, BF16 one.
+
+        A BF16 tile is so large that only two fit: a step of two would leave none in flight.
+        """
+        return 2 if self.kv == "fp8" and not self.apart else 1
 
     @property
     def alone(self) -> bool:
-        """Whether each warpgroup works out all scores for itself, and so need not wait for the others.
+        """Whether each warpgroup works out all scores for itself, and so need not wait for the other.
 
         A BF16 tile takes so long to arrive that this is affordable with few columns.
         """
@@ -115,18 +128,18 @@ class HopperKey:
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups. In PV each has 512 / groups latents of all columns, in QK a half of a tile's columns."""
-        return max(2, self.step * self.halves)
+        """Consumer warpgroups."""
+        return 4 if self.apart else 2
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return 128 * self.groups + (128 if self.groups > 2 else 64)
+        """Threads of a CTA. Two warps load; registers are handed over by whole warpgroups only."""
+        return 640 if self.apart else 320
 
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory of a core CTA, byte offsets: stages of one tile, query buffers, P (two of two tiles), exchange."""
+    """Shared memory of a core CTA, byte offsets: stages of one tile, query buffers, P of four tiles, exchange."""
 
     stages: int
     queries: int
@@ -140,7 +153,8 @@ class Smem:
     factors: int
     split: int
     bytes: int
-    #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty; 8 bytes each.
+    #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty, and if S and O are apart P full
+    #: and P empty; 8 bytes each.
     total: int
 
 
@@ -149,17 +163,18 @@ def smem(key: HopperKey) -> Smem:
     tile_bytes = TILE * ENTRY * key.element
     query_bytes = -(-key.n * ENTRY * key.element // 1024) * 1024  # boxes start at whole swizzle atoms
     p_bytes = -(-key.n * TILE * (1 if key.p == "e4m3" else 2) // 1024) * 1024
-    exchange = 8 * key.n * 4  # a row a warp; of 16 warps two share one, each with its half of the columns
+    exchange = 8 * key.n * 4  # a row a warp, or a row of two that have half of the columns each
+    factors_bytes = PARTS_OF_P * (key.n * 4 + 8) if key.apart else key.n * 4  # a factor a column; a flag each half
     for stages in (5, 4, 3, 2):
         for queries in (2, 1):
             query = stages * tile_bytes
             p = query + queries * query_bytes
-            peaks = p + 4 * p_bytes
+            peaks = p + PARTS_OF_P * p_bytes
             sums = peaks + exchange
             factors = sums + exchange
-            split = factors + key.n * 4
+            split = factors + factors_bytes
             size = split + 2 * MAX_REQUESTS * 4
-            total = size + 8 * 2 * (stages + queries)
+            total = size + 8 * 2 * (stages + queries + (PARTS_OF_P if key.apart else 0))
             if total <= SMEM:
                 return Smem(
                     stages,
@@ -182,7 +197,7 @@ def smem(key: HopperKey) -> Smem:
 def choose(*, heads: int, q: int, page: int, kv: str, p: str | None = None) -> HopperKey:
     """The key that serves this layer. `p` overrides the type of P: one of P_DTYPES[kv]."""
     if p is None and kv == "fp8":
-        p = "f16" if HopperKey(heads, q, page, kv).n <= F16_COLUMNS else WIDE_P
+        p = "f16"
     return HopperKey(heads, q, page, kv, p or "bf16")
 
 

@@ -17,26 +17,24 @@ them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3 (e4m3x2: to the sum of tw
 of the conversions of f16); l sums the unrounded P; O in float32.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, GridConstant, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.experimental.cuda import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
-from k3dsl.nvidia.core.hopper import ENTRY, LATENT, TILE, HopperKey
+from k3dsl.nvidia.core.hopper import ENTRY, PARTS_OF_P, TILE, HopperKey
 from k3dsl.nvidia.kernels import cut, ptx
-from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, Tile, fill, lane_of, put
+from k3dsl.nvidia.kernels.hopper_apart import Apart
+from k3dsl.nvidia.kernels.hopper_tile import BOX
+from k3dsl.nvidia.kernels.hopper_together import Together
 
-#: m of a column that has seen no key: below every score, and its square of a difference is still finite.
-UNSEEN = -1.0e30
-
-#: Registers a thread of the consumers and of the loaders with four consumer warpgroups, where the even share is 96.
-CONSUMER_REGISTERS, LOADER_REGISTERS = 112, 32
+#: Registers a thread of the three roles (scores, values, loaders), if S and O are apart, by type of P: 480 for the five
+#: warpgroups, two of them score and two accumulate.
+REGISTERS = {"f16": (88, 136, 32), "e4m3": (80, 144, 32), "e4m3x2": (80, 144, 32)}
 
 
-class Core(Tile):
+class Core(Together, Apart):
     """One build. `key`: HopperKey."""
 
     # ------------------------------------------------------------------------------------------------ launch
@@ -125,35 +123,50 @@ class Core(Tile):
         empty = smem_.allocate_array(Int64, lay.stages)
         query_full = smem_.allocate_array(Int64, lay.queries)
         query_empty = smem_.allocate_array(Int64, lay.queries)
+        if cutlass.const_expr(self.key.apart):
+            p_full = smem_.allocate_array(Int64, PARTS_OF_P)
+            p_empty = smem_.allocate_array(Int64, PARTS_OF_P)
         if tid == 0:
             for i in cutlass.range_constexpr(lay.stages):
                 cute.arch.mbarrier_init(full + i, 1)
                 cute.arch.mbarrier_init(empty + i, 4 * self.key.groups)
             for i in cutlass.range_constexpr(lay.queries):
                 cute.arch.mbarrier_init(query_full + i, 1)
-                cute.arch.mbarrier_init(query_empty + i, 4 * self.key.groups)
+                cute.arch.mbarrier_init(query_empty + i, 8)
+            if cutlass.const_expr(self.key.apart):
+                for i in cutlass.range_constexpr(PARTS_OF_P):
+                    cute.arch.mbarrier_init(p_full + i, 8)
+                    cute.arch.mbarrier_init(p_empty + i, 8)
             cute.arch.mbarrier_init_fence()
         work = cut.split(loaded, requests, splits)
         if warp == 0:
             cut.store(work, base + lay.split, lane)
         cute.arch.sync_threads()
         group = warp // 4
+        score, value, load = REGISTERS.get(self.key.p, (0, 0, 0))
         if group == self.key.groups:
-            if cutlass.const_expr(self.key.groups > 2):
-                cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if cutlass.const_expr(self.key.apart):
+                cute.arch.setmaxregister_decrease(load)
             if warp == 4 * self.key.groups:
                 self.load_tiles(maps, table, table_stride, full, empty, base, lane, work, cta)
             if warp == 4 * self.key.groups + 1:
                 for m in maps:  # here, where nothing waits for it: in front of the barrier it delays every role
                     ptx.prefetch_tmap(m)
                 self.load_queries(maps, query_full, query_empty, base, lane, work, block, cta)
-        else:
-            if cutlass.const_expr(self.key.groups > 2):
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        elif cutlass.const_expr(not self.key.apart):
             self.consume(
-                partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, cta, slots,
+                partial, stats, full, empty, query_full, query_empty, base, warp, group, lane, work, cta, slots,
                 scale_log2,
             )  # fmt: skip
+        elif group < 2:
+            cute.arch.setmaxregister_decrease(score)
+            self.score(
+                stats, full, empty, query_full, query_empty, p_full, p_empty, base, group, lane, work, cta, slots,
+                scale_log2,
+            )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(value)
+            self.value(partial, full, empty, p_full, p_empty, base, warp, group - 2, lane, work, cta, slots)
 
     # ------------------------------------------------------------------------------------------------ loaders
 
@@ -231,160 +244,6 @@ class Core(Tile):
                 if cutlass.const_expr(self.fp8):
                     ptx.tma_2d(dst + self.boxes * key.n * 128, maps[3], self.boxes * self.width, row, bar)
             i += 1
-
-    # ------------------------------------------------------------------------------------------------ consumers
-
-    @cute.jit
-    def consume(
-        self, partial, stats, full, empty, query_full, query_empty, base, tid, warp, group, lane, work, cta, slots,
-        scale_log2,
-    ):  # fmt: skip
-        """The consumers: attend, request by request, and write a partial for each."""
-        key, lay, alone = self.key, self.smem, self.key.alone
-        stages, cols = lay.stages, self.cols
-        w, c = warp & 3, lane & 3
-        start, end = cut.run(work, cta)
-        tile_of_step, column_half = self.share_of(group)
-        copy = group if alone else tile_of_step  # of P
-        p_row = 64 if self.e4m3 else 128
-        p_mine = self.p_store_addresses(copy * lay.p_bytes + column_half * (self.own * p_row), w, lane)
-        barrier = 1 + group if alone else 1
-        threads = 128 if alone else 128 * key.groups
-        acc = cute.make_rmem_tensor(self.latent_tiles * self.half, Float32)
-        s = cute.make_rmem_tensor(self.own // 2, Float32)
-        m = cute.make_rmem_tensor(cols, Float32)
-        total = cute.make_rmem_tensor(cols, Float32)
-        sums = cute.make_rmem_tensor(cols, Float32)
-        done = Int32(0)  # tiles of the CTA before this request
-        segment = Int32(0)
-        while start + done < end:
-            request, length, first, last = cut.locate(cut.stored(base + lay.split, lane), start + done)
-            count = min(end, last) - (start + done)
-            keys = length - (start + done - first) * TILE  # from the first tile here to the end of the request
-            fill(acc, 0.0)
-            fill(m, UNSEEN)
-            fill(total, 0.0)
-            buffer = segment % lay.queries
-            q_lo = ptx.descriptor(base + lay.query + buffer * lay.query_bytes)
-            q_lo, q_tail = self.own_columns(q_lo, column_half)
-            cute.arch.mbarrier_wait(query_full + buffer, (segment // lay.queries) & 1)
-            for step in cutlass.range(0, count, key.step, unroll=1):
-                # ---- S^T of my tile
-                fill(s, -math.inf)
-                mine = step + tile_of_step
-                if mine < count:
-                    i = done + mine
-                    tile = base + (i % stages) * lay.tile_bytes
-                    cute.arch.mbarrier_wait(full + i % stages, (i // stages) & 1)
-                    if cutlass.const_expr(self.fp8 and key.halves > 1):
-                        self.scores_by_box(s, ptx.descriptor(tile), q_lo, q_tail)
-                    else:
-                        put(s, self.scores(ptx.descriptor(tile), q_lo, q_tail))
-                    valid = keys - mine * TILE  # keys of the tile that are there, if below 64
-                    if valid < TILE + key.q - 1:
-                        self.mask(s, valid, request)
-                    if valid < TILE:
-                        if cutlass.const_expr(key.groups > key.step):  # another warpgroup may still read the keys
-                            cute.arch.barrier(barrier_id=3 + tile_of_step, number_of_threads=256)
-                        self.clear_values(tile, group // key.step, valid)
-                # ---- P^T of my tile by the m that we have; it holds if no score is far above m
-                half_p = base + lay.p + (step // key.step & 1) * 2 * lay.p_bytes
-                at_p = [half_p + x for x in p_mine]
-                here, worst = self.store_p(s, m, at_p, scale_log2)
-                put(sums, here)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                if ptx.barrier_any(worst > P_LIMIT, barrier, threads):
-                    # ---- a new m: the maximum of all tiles of the step; then P again
-                    row, column_at = self.exchange_place()
-                    self.share_peaks(s, base + lay.peaks + row * key.n * 4 + column_at)
-                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                    peaks = base + lay.peaks + (row // 4 * 4 if alone else 0) * key.n * 4 + column_at
-                    self.raise_to_peaks(sums, m, peaks, scale_log2)
-                    factor = [ptx.ex2(m[x] - sums[x]) for x in range(cols)]
-                    put(total, [total[x] * factor[x] for x in range(cols)])
-                    put(m, [sums[x] for x in range(cols)])
-                    if cutlass.const_expr(key.halves > 1):
-                        self.share_factors(factor, base + lay.factors + column_at, row)
-                    else:
-                        self.rescale(acc, factor)
-                    again, _ = self.store_p(s, m, at_p, scale_log2)
-                    put(sums, again)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                    if cutlass.const_expr(key.halves > 1):
-                        self.rescale(acc, self.shared_factors(base + lay.factors + c * 8))
-                put(total, [total[x] + sums[x] for x in range(cols)])
-                if (step + key.step >= count) & (lane == 0):  # the queries have been read for the last time
-                    cute.arch.mbarrier_arrive(query_empty + buffer)
-                # ---- O^T += V^T P^T, my latents, all tiles of the step
-                for u in cutlass.range(min(2, count - step) if key.step == 2 else 1, unroll=1):
-                    i = done + step + u
-                    stage = i % stages
-                    tile = base + stage * lay.tile_bytes + group * (self.latents // self.width * BOX)
-                    cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
-                    p_lo = ptx.descriptor(half_p + (group if alone else u) * lay.p_bytes)
-                    if cutlass.const_expr(self.fp8):
-                        self.values_fp8(acc, tile + lane * 128 + ((w ^ (lane & 7)) << 4), p_lo, slots >> 30)
-                        cute.arch.sync_warp()
-                        if lane == 0:  # every ldmatrix of this warp has returned: its part of the stage is free
-                            cute.arch.mbarrier_arrive(empty + stage)
-                        cute.nvgpu.warpgroup.wait_group(0)
-                    else:
-                        self.values_bf16(acc, ptx.descriptor(tile), p_lo)
-                        cute.nvgpu.warpgroup.wait_group(0)
-                        if lane == 0:
-                            cute.arch.mbarrier_arrive(empty + stage)
-            cute.arch.griddepcontrol_wait()  # the merge of the layer before may still read the workspace
-            self.store_partial(acc, m, total, partial, stats, base, lane, request, slots, barrier, threads)
-            done += count
-            segment += 1
-
-    # ------------------------------------------------------------------------------------------------ results
-
-    @cute.jit
-    def store_partial(
-        self, acc, m, total, partial, stats, base, lane, request, slots, barrier: cutlass.Constexpr,
-        threads: cutlass.Constexpr,
-    ):  # fmt: skip
-        """O and (m, l) of a request to its slot."""
-        key = self.key
-        w, r, c = lane_of(ptx.thread_x())
-        row_mine, column_at = self.exchange_place()
-        group = ptx.thread_x() >> 7
-        sums = base + self.smem.sums + column_at
-        here = [total[x] for x in range(self.cols)]
-        for distance in (4, 8, 16):
-            here = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in here]
-        if lane < 4:
-            for g in cutlass.range_constexpr(self.own // 8):
-                ptx.sts_v2f(sums + row_mine * (key.n * 4), here[2 * g], here[2 * g + 1], offset=32 * g)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-        block, slot = ptx.block_x(), ptx.block_y() + request
-        limit = min(key.block, key.columns - block * key.block)
-        row = (Int64(block * slots + slot) * key.block + Int64(2 * c)) * (LATENT * 4)
-        first = group * self.latents + w * 16
-        to = partial + row + Int64((first + (2 * r if self.fp8 else r)) * 4)
-        for g in cutlass.range_constexpr(key.n // 8):
-            for b in cutlass.range_constexpr(2):
-                if 8 * g + 2 * c + b < limit:
-                    for t in cutlass.range_constexpr(self.latent_tiles):
-                        x = self.half * t + 4 * g + b
-                        offset = ((8 * g + b) * LATENT + t * TILE) * 4
-                        if cutlass.const_expr(self.fp8):
-                            ptx.stg_v2f(to, acc[x], acc[x + 2], offset=offset)
-                        else:
-                            ptx.stg_f32(to, acc[x], offset=offset)
-                            ptx.stg_f32(to, acc[x + 2], offset=offset + 32)
-        if (row_mine == 0) & (lane < 4):
-            column = column_at // 4
-            to = stats + (Int64(block * key.block + column) * Int64(slots) + Int64(slot)) * 8
-            for g in cutlass.range_constexpr(self.own // 8):
-                for b in cutlass.range_constexpr(2):
-                    sum_ = Float32(0.0)
-                    for x in cutlass.range_constexpr(4 * key.step):
-                        sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
-                    if column + 8 * g + b < limit:
-                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b], sum_)
 
 
 def trace(key: HopperKey, target: str):

@@ -7,7 +7,7 @@ half) and 8j + 2c + 1, latents 2r and 2r + 1. Accumulator rows r and r + 8 then 
 """
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int64, cute
 
 from k3dsl.nvidia.core.hopper import ENTRY, LATENT, TILE, HopperKey, smem
 from k3dsl.nvidia.kernels import ptx
@@ -18,6 +18,8 @@ from k3dsl.nvidia.kernels import ptx
 #: leaves both room above and, with a smallest value of 2^-9, 13 bits below.
 P_LIMIT = 8.0
 P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
+#: m of a column that has seen no key: below every score, and its square of a difference is still finite.
+UNSEEN = -1.0e30
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
 #: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow. With four warpgroups it is one, in a
@@ -60,8 +62,9 @@ class Tile:
         self.half = key.n // 2  # accumulator registers of a 64-row tile of O
         self.own = key.n // key.halves  # columns of a warpgroup's scores
         self.cols = self.own // 4  # those that a thread sees: 8g + 2c + b of its half
-        self.latents = LATENT // key.groups  # of a warpgroup
+        self.latents = LATENT // 2  # of a warpgroup that accumulates them
         self.latent_tiles = self.latents // TILE
+        self.p_row = 64 if self.e4m3 else 128  # bytes of a column of P
 
     def own_columns(self, q_lo, column_half):
         """Descriptors of a warpgroup's columns of the query at q_lo: in the boxes, and in the tail."""
@@ -77,7 +80,7 @@ class Tile:
         if fp8:
             boxes.append((self.boxes * BOX, q_tail, 2, ptx.SW64))
         chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
-        depth = CHAINS[n] if fp8 else 1
+        depth = (1 if self.key.apart and self.e4m3 else CHAINS[self.own]) if fp8 else 1
         flying, result = [], None
 
         def land(result):
@@ -101,24 +104,6 @@ class Tile:
         while flying:
             result = land(result)
         return result
-
-    @cute.jit
-    def scores_by_box(self, s, k_lo, q_lo, q_tail):
-        """The same for FP8 into `s`, with one chain at a time."""
-        n = self.key.n
-        fill(s, 0.0)
-        for b in cutlass.range(self.boxes, unroll=1):
-            self.add_box(s, k_lo + b * (BOX // 16), q_lo + b * (n * 128 // 16), 4, ptx.SW128)
-        self.add_box(s, k_lo + self.boxes * BOX // 16, q_tail, 2, ptx.SW64)
-
-    def add_box(self, s, k_lo, q_lo, steps, layout):
-        d = [Float32(0.0)] * (self.own // 2)
-        cute.nvgpu.warpgroup.fence()
-        for k in range(steps):
-            d = ptx.wgmma_ss("e4m3", d, k_lo + 2 * k, layout, q_lo + 2 * k, layout, k > 0)
-        cute.nvgpu.warpgroup.commit_group()
-        cute.nvgpu.warpgroup.wait_group(0)
-        put(s, [s[x] + y for x, y in enumerate(ptx.settled(d))])
 
     def first_column(self):
         """The first column of a request whose scores this thread has; the others are 8g + b after it."""
@@ -146,9 +131,9 @@ class Tile:
     def clear_values(self, tile, part, valid):
         """Zeros into the rows of V past the length: P is 0 there, but 0 times the NaN that may lie there is NaN.
 
-        The warpgroups that have this tile share its latents.
+        The warpgroups that have this tile share its latents; part: the number of this one.
         """
-        boxes = LATENT // self.width // (self.key.groups // self.key.step)
+        boxes = LATENT // self.width // (1 if self.key.step == 2 else 2)
         self.clear_rows(tile + part * (boxes * BOX), ptx.thread_x(), valid, boxes // 2)
 
     @cute.jit
@@ -187,7 +172,7 @@ class Tile:
                 new[x] = ptx.fmax(new[x], ptx.fma(peak, scale_log2, Float32(-P_TOP[self.key.p])))
 
     def share_of(self, group):
-        """(tile of a step, half of the columns) whose scores warpgroup `group` works out."""
+        """(tile of a step, half of the columns) whose scores warpgroup `group` works out, one of the first two."""
         return group % self.key.step, group // self.key.step % self.key.halves
 
     def exchange_place(self):
@@ -208,13 +193,17 @@ class Tile:
             for g in cutlass.range_constexpr(self.own // 8):
                 ptx.sts_v2f(to, factor[2 * g], factor[2 * g + 1], offset=32 * g)
 
-    def shared_factors(self, at):
-        return [f for g in range(self.key.n // 8) for f in ptx.lds_v2f(at, offset=32 * g)]
+    def shared_factors(self, at, column_half=0, halves=1):
+        """The factors of this thread's columns at `at`, or of those in a half."""
+        groups = self.key.n // 8 // halves
+        return [f for g in range(groups) for f in ptx.lds_v2f(at, offset=32 * (column_half * groups + g))]
 
-    def rescale(self, acc, factor):
-        """acc times a factor a column, of all columns that this thread accumulates."""
-        columns = [(x % self.half >> 2) * 2 + (x & 1) for x in range(self.latent_tiles * self.half)]
-        put(acc, [acc[x] * factor[column] for x, column in enumerate(columns)])
+    def rescale(self, acc, factor, first=0):
+        """acc times a factor a column, of this thread's columns from number `first` on."""
+        for x in range(self.latent_tiles * self.half):
+            column = (x % self.half >> 2) * 2 + (x & 1) - first
+            if 0 <= column < len(factor):
+                acc[x] = acc[x] * factor[column]
 
     def p_store_addresses(self, p, w, lane):
         """Where this lane writes P of a tile at p. Its rows are columns; a row has 64 keys in swizzled 16-byte chunks.
@@ -336,3 +325,55 @@ class Tile:
                 d = ptx.wgmma_ss("bf16", d, v, ptx.SW128, p, ptx.SW128, True, a_mn_major=True)
             put_at(acc, half * t, d)
         cute.nvgpu.warpgroup.commit_group()
+
+    # ---- what a request leaves
+
+    @cute.jit
+    def store_stats(
+        self, m, total, stats, base, lane, request, slots, barrier: cutlass.Constexpr, threads: cutlass.Constexpr
+    ):
+        """(m, l) of a request's columns to its slot. The warps of `barrier` have the parts of l."""
+        key = self.key
+        row, column_at = self.exchange_place()
+        sums = base + self.smem.sums + column_at
+        here = [total[x] for x in range(self.cols)]
+        for distance in (4, 8, 16):
+            here = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in here]
+        if lane < 4:
+            for g in cutlass.range_constexpr(self.own // 8):
+                ptx.sts_v2f(sums + row * (key.n * 4), here[2 * g], here[2 * g + 1], offset=32 * g)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        if (row == 0) & (lane < 4):
+            block, slot = ptx.block_x(), ptx.block_y() + request
+            column = column_at // 4
+            limit = min(key.block, key.columns - block * key.block) - column
+            to = stats + (Int64(block * key.block + column) * Int64(slots) + Int64(slot)) * 8
+            for g in cutlass.range_constexpr(self.own // 8):
+                for b in cutlass.range_constexpr(2):
+                    sum_ = Float32(0.0)
+                    for x in cutlass.range_constexpr(4 * key.step):
+                        sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
+                    if 8 * g + b < limit:
+                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b], sum_)
+
+    @cute.jit
+    def store_values(self, acc, partial, part, request, slots):
+        """O of a request to its slot. part: which half of the latents this warpgroup has."""
+        key = self.key
+        w, r, c = lane_of(ptx.thread_x())
+        block, slot = ptx.block_x(), ptx.block_y() + request
+        limit = min(key.block, key.columns - block * key.block)
+        row = (Int64(block * slots + slot) * key.block + Int64(2 * c)) * (LATENT * 4)
+        first = part * self.latents + w * 16
+        to = partial + row + Int64((first + (2 * r if self.fp8 else r)) * 4)
+        for g in cutlass.range_constexpr(key.n // 8):
+            for b in cutlass.range_constexpr(2):
+                if 8 * g + 2 * c + b < limit:
+                    for t in cutlass.range_constexpr(self.latent_tiles):
+                        x = self.half * t + 4 * g + b
+                        offset = ((8 * g + b) * LATENT + t * TILE) * 4
+                        if cutlass.const_expr(self.fp8):
+                            ptx.stg_v2f(to, acc[x], acc[x + 2], offset=offset)
+                        else:
+                            ptx.stg_f32(to, acc[x], offset=offset)
+                            ptx.stg_f32(to, acc[x + 2], offset=offset + 32)
