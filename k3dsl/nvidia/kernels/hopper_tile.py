@@ -270,14 +270,19 @@ class Tile:
         for t in range(self.latent_tiles):
             d = [acc[half * t + x] for x in range(half)]
             for k32 in range(2):
-                fragments = self.fragments(va, t, k32)
-                if t or k32:
-                    cute.nvgpu.warpgroup.wait_group(1)
-                cute.nvgpu.warpgroup.fence()
-                for a, p_at in fragments:
-                    d = ptx.wgmma_rs("f16", d, a, p_lo + p_at // 16, ptx.SW128)
-                cute.nvgpu.warpgroup.commit_group()
+                v = self.latents_of(va, t, k32)
+                for g in range(2):
+                    a = [x for y in v[2 * g : 2 * g + 2] for x in ptx.cvt_e4m3x4_f16(ptx.prmt(y, y, 0x3120))]
+                    if t or k32 or g:
+                        cute.nvgpu.warpgroup.wait_group(1)
+                    cute.nvgpu.warpgroup.fence()
+                    d = ptx.wgmma_rs("f16", d, a, p_lo + (k32 * 64 + g * 32) // 16, ptx.SW128)
+                    cute.nvgpu.warpgroup.commit_group()
             put_at(acc, half * t, d)
+
+    def latents_of(self, va, t, k32):
+        """32 keys of this warp's 16 latents in latent tile t. Two tiles lie in a box."""
+        return ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))
 
     def values_e4m3(self, acc, va, p_lo, never):
         """An e4m3 wgmma adds with 14 bits: each tile has a chain of its own, added to acc in float32. A chain over all
