@@ -18,7 +18,8 @@ LATENT: Final = 512
 TILE: Final = 64  # keys of a tile, the M of a wgmma
 PAGES: Final = (32, 64, 128)
 KV: Final = ("fp8", "bf16")
-P_DTYPES: Final = {"fp8": ("f16", "e4m3", "e4m3x2"), "bf16": ("bf16",)}
+#: Types of P by cache; the first is the default.
+P_DTYPES: Final = {"fp8": ("f16", "e4m3"), "bf16": ("bf16",)}
 TARGETS: Final = ("sm_90a",)
 MAX_Q: Final = 8
 MAX_HEADS: Final = 128
@@ -26,11 +27,6 @@ MAX_REQUESTS: Final = 64  # two lengths a lane
 #: Columns of a CTA. Its accumulator takes 2 registers a column and thread; at 48 the loop still fits the time in which
 #: a tile arrives from memory (docs/hopper.md).
 MAX_COLUMNS: Final = 48
-#: Up to here P of an FP8 cache is float16 by default. Above it the conversions of V to float16 cost more than
-#: the time that a tile takes to arrive, so V stays e4m3, and P is the sum of two e4m3 ("e4m3x2": 8 bits, twice the
-#: wgmmas of "e4m3" with its 4 bits).
-F16_COLUMNS: Final = 24
-WIDE_P: Final = "e4m3x2"
 #: CTAs a request's partials may come from, at most: the merge's weights are in shared memory.
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
@@ -196,9 +192,7 @@ def smem(key: HopperKey) -> Smem:
 
 def choose(*, heads: int, q: int, page: int, kv: str, p: str | None = None) -> HopperKey:
     """The key that serves this layer. `p` overrides the type of P: one of P_DTYPES[kv]."""
-    if p is None and kv == "fp8":
-        p = "f16"
-    return HopperKey(heads, q, page, kv, p or "bf16")
+    return HopperKey(heads, q, page, kv, p or P_DTYPES.get(kv, ("f16",))[0])
 
 
 def supports(key: HopperKey, target: str) -> list[str]:

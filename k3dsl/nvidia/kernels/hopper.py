@@ -29,9 +29,8 @@ from k3dsl.nvidia.kernels.hopper_apart import Apart
 from k3dsl.nvidia.kernels.hopper_tile import BOX
 from k3dsl.nvidia.kernels.hopper_together import Together
 
-#: Registers a thread of the three roles (scores, values, loaders), if S and O are apart, by type of P: 480 for the five
-#: warpgroups, two of them score and two accumulate.
-REGISTERS = {"f16": (88, 136, 32), "e4m3": (80, 144, 32), "e4m3x2": (80, 144, 32)}
+#: Registers a thread of each role, if S and O are apart. The even share is 96; two warpgroups score, two accumulate.
+SCORE_REGISTERS, VALUE_REGISTERS, LOADER_REGISTERS = 88, 136, 32
 
 
 class Core(Together, Apart):
@@ -143,10 +142,9 @@ class Core(Together, Apart):
             cut.store(work, base + lay.split, lane)
         cute.arch.sync_threads()
         group = warp // 4
-        score, value, load = REGISTERS.get(self.key.p, (0, 0, 0))
         if group == self.key.groups:
             if cutlass.const_expr(self.key.apart):
-                cute.arch.setmaxregister_decrease(load)
+                cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == 4 * self.key.groups:
                 self.load_tiles(maps, table, table_stride, full, empty, base, lane, work, cta)
             if warp == 4 * self.key.groups + 1:
@@ -159,13 +157,13 @@ class Core(Together, Apart):
                 scale_log2,
             )  # fmt: skip
         elif group < 2:
-            cute.arch.setmaxregister_decrease(score)
+            cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
             self.score(
                 stats, full, empty, query_full, query_empty, p_full, p_empty, base, group, lane, work, cta, slots,
                 scale_log2,
             )  # fmt: skip
         else:
-            cute.arch.setmaxregister_increase(value)
+            cute.arch.setmaxregister_increase(VALUE_REGISTERS)
             self.value(partial, full, empty, p_full, p_empty, base, warp, group - 2, lane, work, cta, slots)
 
     # ------------------------------------------------------------------------------------------------ loaders

@@ -114,7 +114,7 @@ class Apart(Tile):
                 if high != 0:
                     self.rescale(acc, self.shared_factors(factors + c * 8, 1, 2), first=self.cols)
                 p_lo = ptx.descriptor(base + lay.p + part * lay.p_bytes)
-                self.values_fp8(acc, mine + stage * lay.tile_bytes, p_lo, slots >> 30)
+                self.values_fp8(acc, mine + stage * lay.tile_bytes, p_lo)
                 cute.arch.sync_warp()
                 if lane == 0:  # every ldmatrix of this warp has returned: its part of the stage is free
                     cute.arch.mbarrier_arrive(empty + stage)

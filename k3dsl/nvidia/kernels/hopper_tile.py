@@ -17,7 +17,7 @@ from k3dsl.nvidia.kernels import ptx
 #: below 256, in the range of every type (448 for e4m3). m is raised to where the largest P is 2^P_TOP: that of e4m3
 #: leaves both room above and, with a smallest value of 2^-9, 13 bits below.
 P_LIMIT = 8.0
-P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0, "e4m3x2": 4.0}
+P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0}
 #: m of a column that has seen no key: below every score, and its square of a difference is still finite.
 UNSEEN = -1.0e30
 #: Bytes from one 128-byte wide box of a tile to the next.
@@ -55,8 +55,7 @@ class Tile:
     def __init__(self, key: HopperKey) -> None:
         self.key, self.smem = key, smem(key)
         self.fp8 = key.kv == "fp8"
-        self.e4m3 = key.p in ("e4m3", "e4m3x2")
-        self.parts = 2 if key.p == "e4m3x2" else 1  # summands of P
+        self.e4m3 = key.p == "e4m3"
         self.width = 128 if self.fp8 else 64  # elements of a box row
         self.boxes = ENTRY // self.width  # whole boxes; FP8 has a tail of 64 elements beside them
         self.half = key.n // 2  # accumulator registers of a 64-row tile of O
@@ -80,7 +79,7 @@ class Tile:
         if fp8:
             boxes.append((self.boxes * BOX, q_tail, 2, ptx.SW64))
         chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
-        depth = (1 if self.key.apart and self.e4m3 else CHAINS[self.own]) if fp8 else 1
+        depth = CHAINS[self.own] if fp8 else 1
         flying, result = [], None
 
         def land(result):
@@ -236,10 +235,6 @@ class Tile:
                 pairs.append((p0, p1))
             if self.e4m3:
                 for b, pair in enumerate(pairs):
-                    if kind == "e4m3x2":
-                        rest = [x - ptx.e4m3_near(x) for x in pair]
-                        pair = [ptx.e4m3_near(x) for x in pair]
-                        ptx.sts_b16(at[b], ptx.cvt_e4m3x2(rest[1], rest[0]), offset=g * 512 + self.key.n * 64)
                     ptx.sts_b16(at[b], ptx.cvt_e4m3x2(pair[1], pair[0]), offset=g * 512)
             else:
                 convert = ptx.cvt_f16x2 if kind == "f16" else ptx.cvt_bf16x2
@@ -248,76 +243,74 @@ class Tile:
             ptx.stsm_t(at[0], [x for two in regs[g : g + 2] for x in two], offset=g * 1024)
         return sums, worst
 
-    def fragments(self, va, t, k32):
-        """(A, byte offset of its P) of each wgmma on 32 keys of latent tile t; va: this lane's row in ldmatrix."""
-        v = ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))  # 2 tiles lie in a box
-        if self.e4m3:
-            a = [ptx.prmt(v[j], v[j + 1], order) for j in (0, 2) for order in (0x6240, 0x7351)]
-            return [(a, k32 * 32 + part * self.key.n * 64) for part in range(self.parts)]
-        a = [list(ptx.cvt_e4m3x4_f16(ptx.prmt(x, x, 0x3120))) for x in v]
-        return [(a[2 * g] + a[2 * g + 1], k32 * 64 + g * 32) for g in range(2)]
+    def latents_of(self, va, t, k32):
+        """32 keys of this warp's 16 latents in latent tile t, as ldmatrix gives them. Two tiles lie in a box."""
+        return ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))
 
-    def values_fp8(self, acc, va, p_lo, never):
-        """acc += V^T P^T over a tile. Leaves a group in flight for f16, none for e4m3. never: an Int32 of 0."""
+    def values_fp8(self, acc, va, p_lo):
+        """acc += V^T P^T over a tile; va: this lane's row in ldmatrix. Leaves a group in flight for f16, none for e4m3."""
         if self.e4m3:
-            self.values_e4m3(acc, va, p_lo, never)
+            self.values_e4m3(acc, va, p_lo)
         else:
             self.values_f16(acc, va, p_lo)
 
     def values_f16(self, acc, va, p_lo):
-        """A fragment may be overwritten once its wgmma is through: with one group in flight there are two of them."""
+        """A fragment may be overwritten once its wgmma is through: with one group in flight there are two groups' worth.
+
+        Groups have two wgmmas, or one where O leaves no registers for four fragments.
+        """
         half = self.half
         for t in range(self.latent_tiles):
             d = [acc[half * t + x] for x in range(half)]
             for k32 in range(2):
                 v = self.latents_of(va, t, k32)
-                for g in range(2):
-                    a = [x for y in v[2 * g : 2 * g + 2] for x in ptx.cvt_e4m3x4_f16(ptx.prmt(y, y, 0x3120))]
-                    if t or k32 or g:
+                for group in ([0], [1]) if self.key.apart else ([0, 1],):
+                    fragments = [
+                        [x for y in v[2 * g : 2 * g + 2] for x in ptx.cvt_e4m3x4_f16(ptx.prmt(y, y, 0x3120))]
+                        for g in group
+                    ]
+                    if t or k32 or group == [1]:
                         cute.nvgpu.warpgroup.wait_group(1)
                     cute.nvgpu.warpgroup.fence()
-                    d = ptx.wgmma_rs("f16", d, a, p_lo + (k32 * 64 + g * 32) // 16, ptx.SW128)
+                    for g, a in zip(group, fragments, strict=True):
+                        d = ptx.wgmma_rs("f16", d, a, p_lo + (k32 * 64 + g * 32) // 16, ptx.SW128)
                     cute.nvgpu.warpgroup.commit_group()
             put_at(acc, half * t, d)
 
-    def latents_of(self, va, t, k32):
-        """32 keys of this warp's 16 latents in latent tile t. Two tiles lie in a box."""
-        return ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))
-
-    def values_e4m3(self, acc, va, p_lo, never):
+    def values_e4m3(self, acc, va, p_lo):
         """An e4m3 wgmma adds with 14 bits: each tile has a chain of its own, added to acc in float32. A chain over all
         tiles would lose what comes late.
 
-        With few columns a chain is added while the next one runs. With many there are no registers for two, and other
-        warpgroups fill the gap; so that ptxas does not take some all the same, the next chain begins in the registers of the one before, not adding to them by a
-        condition that it cannot see through.
+        With few columns a chain is added while the next one runs. With many there are registers for half of one only,
+        and other warpgroups fill the gap.
         """
-        alone = self.key.halves > 1
-        last = None
-        for t in range(self.latent_tiles):
-            d, adds = [Float32(0.0)] * self.half, False
-            for k32 in range(2):
-                fragments = self.fragments(va, t, k32)
-                if last is not None and k32 == (0 if alone else 1):
-                    cute.nvgpu.warpgroup.wait_group(0 if alone else 1)
-                    last = ptx.settled(last)
-                    self.add_to(acc, t - 1, last)
-                    if alone:
-                        d, adds = last, never
-                elif t or k32:
-                    cute.nvgpu.warpgroup.wait_group(1)
-                cute.nvgpu.warpgroup.fence()
-                for a, p_at in fragments:
-                    d = ptx.wgmma_rs("e4m3", d, a, p_lo + p_at // 16, ptx.SW64, adds)
-                    adds = True
-                cute.nvgpu.warpgroup.commit_group()
-            last = d
-        cute.nvgpu.warpgroup.wait_group(0)
-        self.add_to(acc, self.latent_tiles - 1, ptx.settled(last))
+        parts, size = (2, self.half // 2) if self.key.apart else (1, self.half)
+        flying, a = None, []
 
-    def add_to(self, acc, t, d):
-        at = self.half * t
-        put_at(acc, at, [acc[at + x] + y for x, y in enumerate(d)])
+        def land():
+            at, d = flying
+            put_at(acc, at, [acc[at + x] + y for x, y in enumerate(ptx.settled(d))])
+
+        for t in range(self.latent_tiles):
+            for part in range(parts):
+                d = [Float32(0.0)] * size
+                for k32 in range(2):
+                    if part == 0:
+                        v = self.latents_of(va, t, k32)
+                        a = a[-1:] + [[ptx.prmt(v[j], v[j + 1], order) for j in (0, 2) for order in (0x6240, 0x7351)]]
+                    if flying is not None and k32 == (0 if parts == 2 else 1):
+                        cute.nvgpu.warpgroup.wait_group(0 if parts == 2 else 1)
+                        land()
+                        flying = None
+                    elif parts == 1 and (t or k32):
+                        cute.nvgpu.warpgroup.wait_group(1)
+                    cute.nvgpu.warpgroup.fence()
+                    p = p_lo + (k32 * 32 + part * self.own * 64) // 16
+                    d = ptx.wgmma_rs("e4m3", d, a[-1] if part == 0 else a[k32], p, ptx.SW64, k32 > 0)
+                    cute.nvgpu.warpgroup.commit_group()
+                flying = self.half * t + part * size, d
+        cute.nvgpu.warpgroup.wait_group(0)
+        land()
 
     def values_bf16(self, acc, v_lo, p_lo):
         """acc += V^T P^T over a tile, V^T read transposed from shared memory. Leaves everything in flight."""

@@ -99,7 +99,7 @@ class Together(Tile):
                     cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
                     p_lo = ptx.descriptor(half_p + (group if alone else u) * lay.p_bytes)
                     if cutlass.const_expr(self.fp8):
-                        self.values_fp8(acc, tile + lane * 128 + ((w ^ (lane & 7)) << 4), p_lo, slots >> 30)
+                        self.values_fp8(acc, tile + lane * 128 + ((w ^ (lane & 7)) << 4), p_lo)
                         cute.arch.sync_warp()
                         if lane == 0:  # every ldmatrix of this warp has returned: its part of the stage is free
                             cute.arch.mbarrier_arrive(empty + stage)

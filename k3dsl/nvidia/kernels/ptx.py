@@ -242,16 +242,6 @@ def cvt_e4m3x2(hi, lo, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def e4m3_near(x, *, loc=None, ip=None):
-    """A positive float rounded to the 4 significant bits of e4m3, as a float; below 2^-6 an e4m3 has fewer."""
-    text = "{.reg .b32 t; mov.b32 t, $1; add.s32 t, t, 0x80000; and.b32 t, t, 0xfff00000; mov.b32 $0, t;}"
-    return emit(text, "f", [("f", x)], volatile=False, loc=loc, ip=ip)
-
-
-# ---- warps
-
-
-@dsl_user_op
 def thread_x(*, loc=None, ip=None):
     """threadIdx.x, read where it is written: what is made of it is not kept in registers from the start."""
     return emit("mov.u32 $0, %tid.x;", "r", loc=loc, ip=ip)
