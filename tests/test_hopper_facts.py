@@ -51,9 +51,9 @@ def test_blocks_cover_the_columns(heads, q):
 def test_p_by_default_and_by_choice():
     assert hopper.choose(heads=12, q=1, page=64, kv="fp8").p == "f16"
     assert hopper.choose(heads=12, q=2, page=64, kv="fp8").p == "f16"
-    assert hopper.choose(heads=12, q=4, page=64, kv="fp8").p == hopper.WIDE_P
+    assert hopper.choose(heads=12, q=4, page=64, kv="fp8").p == "f16"
     assert hopper.choose(heads=12, q=4, page=64, kv="bf16").p == "bf16"
-    assert hopper.choose(heads=12, q=4, page=64, kv="fp8", p="f16").p == "f16"
+    assert hopper.choose(heads=12, q=4, page=64, kv="fp8", p="e4m3").p == "e4m3"
 
 
 # ---- what is served
@@ -78,7 +78,7 @@ def test_all_of_kimi_k3_is_served():
         ({"q": 9}, ["q=9", "1 to 8"]),
         ({"page": 16}, ["page=16", "32, 64, 128"]),
         ({"kv": "fp8_ds_mla"}, ["kv='fp8_ds_mla'", "fp8, bf16"]),
-        ({"p": "bf16"}, ["p='bf16'", "f16, e4m3, e4m3x2", "kv='fp8'"]),
+        ({"p": "bf16"}, ["p='bf16'", "f16, e4m3", "kv='fp8'"]),
         ({"kv": "bf16"}, ["p='f16'", "kv='bf16'"]),
     ],
 )

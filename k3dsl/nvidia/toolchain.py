@@ -63,6 +63,8 @@ KERNELS: Final = {
 }
 _INSTALL: Final = "pip install 'k3dsl[nvidia]'"
 _ERROR: Final = re.compile(r"\b(error|fatal)\b\s*[:\]]|\bptxas (error|fatal)\b", re.IGNORECASE)
+#: ptxas waits after every wgmma of a kernel of which it says so: a build that is right and half as fast.
+_SERIALIZED: Final = re.compile(r"\(C75\d\d\) Potential Performance Loss: wgmma[^\n']*")
 _SPILLS: Final = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -248,6 +250,9 @@ def check(found: Cubin, log: str, params: Any, limits: Target, smem: int = 0) ->
     error = next((line for line in log.splitlines() if _ERROR.search(line)), None)
     if error:
         bad.append(f"the compiler reported: {error.strip()}")
+    serialized = _SERIALIZED.search(log)
+    if params is not None and serialized:
+        bad.append(f"its wgmmas run one at a time: {serialized[0]}")
     stores, loads = _spills(log)
     if params is not None and (found.frame or found.stack or stores or loads):
         bad.append(
