@@ -8,6 +8,7 @@ from k3dsl.amd import keys as amd
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import HOSTS, SERVED, Choice, choose
+from k3dsl.nvidia.core.hopper import P_DTYPES
 from k3dsl.nvidia.dcp import MAX_HEADS as RANK_HEADS
 from k3dsl.nvidia.dcp import RANKS
 from k3dsl.nvidia.epilogue import DTYPES, EpilogueKey, epilogue_keys
@@ -45,6 +46,8 @@ class Deployment:
     interleave   consecutive positions of a context on one rank, for dcp > 1
     epilogues    16-bit dtypes of the engine's tensors (bf16, fp16) that the fused epilogues of this cache format are
                  built for, rotating and not; () for an engine that calls none
+    p_dtype      type of the softmax weights in the hopper core: auto, for an fp8 cache f16 (the default) or e4m3, which
+                 is faster with many heads or drafts and rounds to 4 bits (docs/hopper.md)
     host         ISA of the machines with the GPUs, x86-64 or aarch64, for cores with host code (tokenspeed); "": that
                  of this machine
 
@@ -62,6 +65,7 @@ class Deployment:
     dcp: int = 1
     interleave: int = 1
     epilogues: tuple[str, ...] = ("bf16",)
+    p_dtype: str = "auto"
     host: str = ""
 
     def __post_init__(self) -> None:
@@ -72,7 +76,7 @@ class Deployment:
             value = getattr(self, field)
             if isinstance(value, Iterable) and not isinstance(value, str | bytes):
                 object.__setattr__(self, field, tuple(value))
-        bad = [*self._bad_numbers(), *self._bad_target()]
+        bad = [*self._bad_numbers(), *self._bad_target(), *self._bad_p_dtype()]
         if bad:
             raise ConfigError.of("Deployment", bad)
 
@@ -114,6 +118,7 @@ class Deployment:
                 interleave=self.interleave,
                 max_context=self.max_context,
                 host=self.host,
+                p_dtype=self.p_dtype,
             ).all()
         ]
         kernels += self.epilogue_keys()
@@ -160,6 +165,17 @@ class Deployment:
         if type(self.interleave) is not int or self.interleave < 1:
             bad.append(f"interleave={self.interleave!r} must be a positive int")
         return bad
+
+    def _bad_p_dtype(self) -> list[str]:
+        served = SERVED.get(self.target)
+        allowed: tuple[str, ...] = ("auto",)
+        if served is not None and "hopper" in served.cores and self.kv_format in P_DTYPES:
+            allowed += P_DTYPES[self.kv_format]
+        if self.p_dtype in allowed:
+            return []
+        return [
+            f"p_dtype={self.p_dtype!r} must be {' or '.join(allowed)} for kv_format={self.kv_format!r} on {self.target}"
+        ]
 
     def _bad_target(self) -> list[str]:
         if self.target == amd.TARGET:

@@ -35,7 +35,7 @@ VARIED = {
         "q": (BASE, replace(BASE, queries=(4,))),
         "page": (BASE, replace(BASE, page_size=32)),
         "kv": (BASE, replace(BASE, kv_format="bf16")),
-        "p": (BASE, replace(BASE, kv_format="bf16")),
+        "p": (BASE, replace(BASE, p_dtype="e4m3")),
     },
     "mla_merge": {
         "block": (BASE, replace(BASE, dims=TP16)),
@@ -158,6 +158,8 @@ def test_it_is_frozen_and_compares_by_value():
         ({"queries": (3,)}, r"3 divides none of batches=\(8,\)"),
         ({"core": "trtllm"}, "core='trtllm' must be auto or one of hopper on sm_90a"),
         ({"core": "reference"}, "must be auto or one of hopper"),
+        ({"p_dtype": "bf16"}, "p_dtype='bf16' must be auto or f16 or e4m3 for kv_format='fp8' on sm_90a"),
+        ({"target": "sm_100a", "p_dtype": "f16"}, "p_dtype='f16' must be auto for kv_format='fp8' on sm_100a"),
         ({"epilogues": ("bf16", "fp8")}, "epilogues: 'fp8' must be one of bf16, fp16"),
         ({"epilogues": "bf16"}, "epilogues='bf16' must be a tuple of bf16, fp16, or empty"),
         ({"dcp": 3}, "dcp=3 must be one of 1, 2, 4, 8, 16"),

@@ -38,6 +38,9 @@ def every_key():
 def test_columns(heads, q, blocks, block, n):
     key = hopper.choose(heads=heads, q=q, page=64, kv="fp8")
     assert (key.columns, key.blocks, key.block, key.n) == (heads * q, blocks, block, n)
+    assert (key.apart, key.groups, key.halves) == ((True, 4, 2) if n >= 32 else (False, 2, 1))
+    wide = hopper.choose(heads=heads, q=q, page=64, kv="bf16")
+    assert (wide.apart, wide.groups, wide.halves) == (False, 2, key.halves)
 
 
 @given(heads=st.integers(1, 128), q=st.integers(1, 8))
@@ -61,7 +64,7 @@ def test_p_by_default_and_by_choice():
 
 def test_all_of_kimi_k3_is_served():
     keys = list(every_key())
-    assert len(keys) == 3 * 8 * 4 * 3
+    assert len(keys) == 3 * 8 * 3 * 3
     for key in keys:
         assert hopper.supports(key, TARGET) == []
         assert hopper.smem(key).total <= hopper.SMEM
@@ -108,8 +111,8 @@ def test_smem_areas_follow_each_other():
         exchange = 8 * key.n * 4
         starts = [0, lay.query, lay.p, lay.peaks, lay.sums, lay.factors, lay.split, lay.bytes, lay.total]
         sizes = [
-            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange, 4 * key.n,
-            2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries),
+            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange, (4 * (4 * key.n + 8) if key.apart else 4 * key.n),
+            2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries + (4 if key.apart else 0)),
         ]  # fmt: skip
         assert all(b - a == size for (a, b), size in zip(pairwise(starts), sizes, strict=True))
         # Boxes start at whole swizzle atoms of 8 rows, barriers at multiples of 8.

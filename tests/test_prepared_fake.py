@@ -13,7 +13,17 @@ import pytest
 import torch
 from fake_runtime import STREAM, Bench, step
 
-from k3dsl import CaptureError, CompileCache, ConfigError, Deployment, LaunchError, MlaDims, MlaWeights, NotPrepared
+from k3dsl import (
+    CacheMiss,
+    CaptureError,
+    CompileCache,
+    ConfigError,
+    Deployment,
+    LaunchError,
+    MlaDims,
+    MlaWeights,
+    NotPrepared,
+)
 from k3dsl.nvidia import query as queries
 from k3dsl.nvidia import value as values
 from k3dsl.nvidia.core import hopper
@@ -199,6 +209,15 @@ def test_preparing_launches_every_shape_once_and_waits(bench):
     assert values_of(bench, keys)[1]["requests"] == 1
 
 
+def test_the_type_of_p_is_the_callers(bench):
+    with pytest.raises(CacheMiss, match="params.p: 'e4m3' wanted, 'f16' there"):
+        bench.layer(p_dtype="e4m3").prepare_cache(bench.kv())
+    with pytest.raises(ConfigError, match="p_dtype='f8' must be one of auto, f16, e4m3, bf16"):
+        bench.layer(p_dtype="f8")
+    with pytest.raises(ConfigError, match="p='bf16' must be one of f16, e4m3 for a cache of kv='fp8'"):
+        bench.layer(p_dtype="bf16").prepare_cache(bench.kv())
+
+
 def test_layers_share_modules_scratch_and_workspace(bench):
     one, two = bench.layer(seed=0), bench.layer(seed=1)
     first, second = bench.kv(), bench.kv(pages=9)
@@ -279,7 +298,7 @@ def test_stock_core_is_core_and_merge_of_the_scratch(bench):
     layer, kv = prepared(bench)
     tensors = step(DIMS, 8, 4)
     latent = layer.stock_core(kv, tensors["block_table"], tensors["lengths"], 8, q=4)
-    assert [launch.block[0] for launch in bench.fake.launches] == [320, bench.fake.launches[1].block[0]]
+    assert [launch.block[0] for launch in bench.fake.launches] == [640, bench.fake.launches[1].block[0]]
     assert len(bench.fake.launches) == 2
     # Any kernel may be in front of the core here, and the core reads metadata before it waits: so no early start.
     assert [launch.pdl for launch in bench.fake.launches] == [False, True]

@@ -158,6 +158,7 @@ def why(
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     host: args.Host = None,
+    p_dtype: args.PDtype = None,
     json: Json = False,
 ) -> None:
     """Says for a key, or for every key of a deployment, whether it is there; if not, what the nearest entry has other.
@@ -181,6 +182,7 @@ def why(
         interleave,
         epilogues,
         host,
+        p_dtype,
     )
     cache = open_cache()
     if key is not None:

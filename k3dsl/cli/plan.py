@@ -22,6 +22,7 @@ def plan(
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     host: args.Host = None,
+    p_dtype: args.PDtype = None,
     json: Json = False,
 ) -> None:
     """Shows the core of every prepared (rows, q), why it is that one, and every key. Builds nothing.
@@ -43,6 +44,7 @@ def plan(
         interleave,
         epilogues,
         host,
+        p_dtype,
     )
     plans = given.deployments()
     shapes, keys = shape_rows(plans), key_rows(plans)

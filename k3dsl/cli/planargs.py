@@ -42,10 +42,14 @@ Host = Annotated[
         help="ISA of the machines with the GPUs: x86-64 or aarch64 (GB200, GB300).", show_default="this machine's"
     ),
 ]
+PDtype = Annotated[
+    str | None,
+    typer.Option("--p-dtype", help="Softmax weights in the hopper core: f16 or e4m3 (fp8 cache).", show_default="auto"),
+]
 
 _NAMES: Final = (
     "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "interleave",
-    "epilogues", "host",
+    "epilogues", "host", "p_dtype",
 )  # fmt: skip
 
 #: Numbers of a range, at most: far more than any step has rows.
@@ -87,6 +91,7 @@ class PlanArguments:
     interleave: int | None = None
     epilogues: str | None = None
     host: str | None = None
+    p_dtype: str | None = None
 
     def deployments(self) -> list[Deployment]:
         """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""

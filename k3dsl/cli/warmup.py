@@ -27,6 +27,7 @@ def warmup(
     interleave: args.Interleave = None,
     epilogues: args.Epilogues = None,
     host: args.Host = None,
+    p_dtype: args.PDtype = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at work.", show_default="cores")] = os.cpu_count() or 1,
     json: Json = False,
 ) -> None:
@@ -51,6 +52,7 @@ def warmup(
         interleave,
         epilogues,
         host,
+        p_dtype,
     )
     plans = given.deployments()
     from k3dsl.cache import CompileCache

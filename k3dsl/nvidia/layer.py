@@ -59,11 +59,13 @@ def shape_keys(
     interleave: int = 1,
     rank: int | None = None,
     multicast: bool = False,
+    p_dtype: str = "auto",
 ) -> ShapeKeys:
     """The kernels for `rows` rows, q a request. Raises ConfigError with every reason why they cannot be built.
 
     heads: of a rank; sm_counts: of the devices that they are for, by default all that are sold; max_context, host, dcp,
     interleave: see Deployment; rank: whose keys, by default every rank's; multicast: see DcpBox.
+    p_dtype: type of the softmax weights in the hopper core, "auto" or one of hopper.P_DTYPES[kv_format].
     """
     if dcp > 1:
         bad = parallel.rank_problems(dcp, heads)
@@ -72,7 +74,9 @@ def shape_keys(
     cores: tuple[CoreKey, ...] = ()
     merge = None
     if core == "hopper":
-        attend = (hopper_dcp if dcp > 1 else hopper).choose(heads=dcp * heads, q=q, page=page, kv=kv_format)
+        attend = (hopper_dcp if dcp > 1 else hopper).choose(
+            heads=dcp * heads, q=q, page=page, kv=kv_format, p=None if p_dtype == "auto" else p_dtype
+        )
         cores, merge = (attend,), hopper.merge_key(attend, requests=rows // q)
     elif core == "tokenspeed":
         cores = tokenspeed.keys_for(

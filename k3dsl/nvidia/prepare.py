@@ -45,6 +45,7 @@ def prepare_layer(
         core=plan.core,
         queries=plan.queries,
         page_size=plan.page_size,
+        p_dtype=plan.p_dtype,
         cache=cache,
         dcp=dcp,
         parity=parity,

@@ -51,6 +51,7 @@ class PreparedMla:
                    prepared is then a PreparedDcp, whose page says what else there is to know
     queries        tokens of a request in a step; prepared are all (rows, q) in which q divides rows
     page_size      tokens of a page that the cache must have; by default any that the target serves
+    p_dtype        type of the softmax weights in the hopper core, see Deployment
     cache          where kernels come from: by default the user's CompileCache
 
     The cache's format and page size are those of the tensor that prepare_cache is given. `shapes`: the prepared
@@ -77,6 +78,7 @@ class PreparedMla:
         parity: int = 0,
         queries: tuple[int, ...] = (1,),
         page_size: int | None = None,
+        p_dtype: str = "auto",
         cache: "CompileCache | None" = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -100,6 +102,9 @@ class PreparedMla:
         least = self._dims.pitch
         wrong = [f"pitches[{b}]={p!r} must be a multiple of 8, {least} or more" for b, p in pitches.items()
                  if type(p) is not int or p < least or p % 8]  # fmt: skip
+        types = ("auto", *(p for types in hopper.P_DTYPES.values() for p in types))
+        if p_dtype not in types:
+            wrong.append(f"p_dtype={p_dtype!r} must be one of {', '.join(types)}")
         require("PreparedMla", wrong)
         self.shapes = plan.shapes()
         self.max_context, self.parity = plan.max_context, parity
@@ -107,6 +112,7 @@ class PreparedMla:
         self._pitches = dict(pitches)
         self._scratch = query_scratch
         self._core = core
+        self._p_dtype = p_dtype
         self._page_size = page_size
         self._store = cache
         self._latent = self._latents(max(rows for rows, _ in self.shapes))
@@ -285,6 +291,7 @@ class PreparedMla:
             q=q,
             max_context=self.max_context,
             sm_counts=(device.sm_count,),
+            p_dtype=self._p_dtype,
         )
 
     def _choice(self, rows: int, q: int) -> str:

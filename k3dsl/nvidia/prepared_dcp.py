@@ -227,6 +227,7 @@ class PreparedDcp(PreparedMla):
             interleave=self._box.interleave,
             rank=self._box.rank,
             multicast=self._box.multicast != 0,
+            p_dtype=self._p_dtype,
         )
 
     def _work(self, rows: int, q: int) -> tokenspeed.Work:

@@ -339,7 +339,9 @@ def test_what_is_refused_without_compiling_anything():
     assert toolchain.check(parse(fits), "0 errors", params, TARGETS["sm_90a"]) == []
     for log in ("ptxas error : no", "foo.mlir:1:2: error: no", "ptxas fatal   : no", "[error]: no", "Error: no"):
         assert toolchain.check(parse(fits), log, params, TARGETS["sm_90a"]) == [f"the compiler reported: {log}"]
-    slow = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers"
+    slow = (
+        "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers"
+    )
     bad = toolchain.check(parse(fits), f"ptxas info    : {slow} for 'f'", params, TARGETS["sm_90a"])
     assert bad == [f"its wgmmas run one at a time: {slow} for "]
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = ("fp8", "bf16")
 #: Relative error of the output before it is rounded to bf16, by the type of P. f16: 11 bits, and what QK in FP8 loses
-#: (2e-4). bf16: 8 bits, half a unit is 2e-3. e4m3: 4 bits, a quarter of a unit on average is 2.5 %; where few keys weigh
-#: most it comes through.
+#: (2e-4). bf16: 8 bits, half a unit is 2e-3. e4m3: 4 bits, a quarter of a unit on average is 2.5 %; where few keys
+#: weigh most it comes through.
 ERROR = {"f16": 4e-4, "bf16": 2.5e-3, "e4m3": 3e-2}
 BF16 = 1.8e-3  # rounding the output adds this
 #: Base-2 LSE. Scores of FP8 products are off by up to 1e-3; near -1e5 float32 itself has steps of 2^-7.
@@ -146,11 +146,7 @@ def test_tokens_are_requests_of_one_token(kv, q):
 
 
 GPU_KEYS += [
-    k
-    for kv in FORMATS
-    for q in (1, 2, 4, 8)
-    for k in keys_of(12, q, 64, kv, None, [3, 6])
-    if k not in GPU_KEYS
+    k for kv in FORMATS for q in (1, 2, 4, 8) for k in keys_of(12, q, 64, kv, None, [3, 6]) if k not in GPU_KEYS
 ]
 
 

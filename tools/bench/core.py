@@ -5,7 +5,7 @@
 
 Calls of one graph read disjoint windows of a random permutation of the pages of a pool of several GB, so nothing of a
 call is in L2 when it begins; core and merge follow each other by programmatic launches; us is the median of replays
-over the calls. GB/s are the bytes of the cache over that time. Data are random; what the kernels compute with it is
+over the calls. GB/s are the bytes of the cache over that time. Data are normal; what the kernels compute with it is
 tested elsewhere.
 """
 
@@ -55,15 +55,13 @@ SHAPES: Final = (
     Shape("fp8", 12, 1, MIXED),
 )  # fmt: skip
 QUICK: Final = tuple(s for s in SHAPES if len(set(s.lengths)) == 1 and sum(s.lengths) <= 131072)
-#: Types of P that are measured: the default, and the others where there is a choice to make.
-PS: Final = {1: (None, "e4m3"), 4: (None, "e4m3", "f16")}
+#: Types of P that are measured where there is a choice: the default, and the other.
+PS: Final = (None, "e4m3")
 
 
 def variants(shape: Shape) -> tuple[str | None, ...]:
     """Types of P to measure at this shape; None: the default."""
-    if shape.kv != "fp8":
-        return (None,)
-    return PS[4] if shape.q > 1 or shape.heads > 24 else PS[1]
+    return PS if shape.kv == "fp8" else (None,)
 
 
 def keys() -> list[Any]:
@@ -90,10 +88,12 @@ class Bench:
         self.objects = CompileCache()
         self.sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         generator = torch.Generator(device="cuda").manual_seed(0)
-        raw = torch.empty(POOL, PAGE, 576 * self.element, dtype=torch.uint8, device="cuda")
-        raw.random_(0, 256, generator=generator)
-        raw &= 0xBF  # no NaN, and nothing above 2 in either format
-        self.pool = raw if kv == "fp8" else raw.view(torch.bfloat16)
+        # As latents behind an RMS norm. What the bits are decides how much power moving them takes, and the card is at
+        # its limit in long calls.
+        dtype = torch.float8_e4m3fn if kv == "fp8" else torch.bfloat16
+        self.pool = torch.empty(POOL, PAGE, 576, dtype=dtype, device="cuda")
+        for some in self.pool.split(4096):
+            some.copy_(torch.randn(some.shape, generator=generator, device="cuda"))
         self.pages = torch.randperm(POOL, generator=generator, device="cuda").int()
 
     def function(self, key: Any) -> Any:

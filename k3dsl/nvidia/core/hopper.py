@@ -149,8 +149,8 @@ class Smem:
     factors: int
     split: int
     bytes: int
-    #: Barriers follow at `bytes`: stages full, stages empty, queries full, queries empty, and if S and O are apart P full
-    #: and P empty; 8 bytes each.
+    #: Barriers follow at `bytes`, 8 bytes each: stages full, stages empty, queries full, queries empty, and if S and O
+    #: are apart P full and P empty.
     total: int
 
 
@@ -365,14 +365,17 @@ def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
     """The merge that serves `requests` requests of `key`.
 
     Few (request, column) pairs need every CTA they can get: four latent slices of each, the splits shared by eight
-    warps (17 partials each in flight: 132 splits at once). With many, one CTA does a whole column; smaller ones lose to
-    their launch (12 us at 64 requests, docs/hopper.md).
+    warps (17 partials each in flight: 132 splits at once). With more pairs fewer CTAs each, as a launch of too many
+    takes longer than they save: at 192 pairs of 33 splits (4 requests of 8k, q=4) 256 latents by 2 groups take 3.2 us
+    and whole columns 6.9, at 3072 pairs halves take 19.1 us and whole columns 9.8 (H200, sweep in docs/hopper.md).
     """
-    work = requests * key.columns
-    if work <= 48:
+    pairs = requests * key.columns
+    if pairs <= 24:
         return MergeKey(key.block, slice=128, groups=8, batch=17)
-    if work <= 128:
-        return MergeKey(key.block, slice=256, groups=4, batch=17)
+    if pairs <= 64:
+        return MergeKey(key.block, slice=128, groups=4, batch=17)
+    if pairs <= 256:
+        return MergeKey(key.block, slice=256, groups=2, batch=17)
     return MergeKey(key.block, slice=512, groups=1, batch=8)
 
 

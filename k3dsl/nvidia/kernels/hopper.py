@@ -3,18 +3,18 @@
 Products are swapped: S^T = K Q^T has keys as M and query columns as N, O^T += V^T P^T has latents as M. So few heads
 cost N = 8..48 and not a padded M of 64, and both products read the cache as it lies in shared memory.
 
-A CTA has a column block and a run of 64-key tiles (kernels/cut.py). Two or four consumer warpgroups compute; of the two
-warps after them one loads tiles, the other queries. A step is two tiles (FP8) or one (BF16):
-* S: a warpgroup does a tile, from 32 columns on half of the columns of a tile; BF16 with few columns: all of it, too;
+A CTA has a column block and a run of 64-key tiles (kernels/cut.py). Of the two warps after the consumers one loads
+tiles, the other queries. Two consumer warpgroups do it all in turn (hopper_together.py), or with FP8 and 32 columns or
+more two do S and P and two do O, up to four tiles behind (hopper_apart.py):
+* S: a warpgroup does a tile, or half of the columns of a tile;
 * softmax: reference m and sum l a column, in registers, in log2 units. Scores become P with the m of the steps before;
   only where one is more than 2^8 above it, all warps agree on a new m first. P goes to shared memory (two buffers in
   turn, so that one barrier a step is enough);
-* O: warpgroup g of G accumulates latents 512g/G..512(g+1)/G-1 over all tiles of the step. Nothing is exchanged at the
-  end.
+* O: of the warpgroups that do it one accumulates the first 256 latents, the other the rest. Nothing is exchanged at
+  the end.
 
 Rounding: S in float32 (FP8: one accumulation chain a 128-element box, added in float32: a chain that runs over all of
-them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3 (e4m3x2: to the sum of two, 8 bits, for a second wgmma and none
-of the conversions of f16); l sums the unrounded P; O in float32.
+them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3; l sums the unrounded P; O in float32.
 """
 
 import cuda.bindings.driver as cuda

@@ -248,14 +248,14 @@ class Tile:
         return ptx.ldsm_x4_t((va ^ 64 if t % 2 else va) + (t // 2 * BOX + k32 * 32 * 128))
 
     def values_fp8(self, acc, va, p_lo):
-        """acc += V^T P^T over a tile; va: this lane's row in ldmatrix. Leaves a group in flight for f16, none for e4m3."""
+        """acc += V^T P^T over a tile; va: this lane's row in ldmatrix. f16 leaves a group in flight, e4m3 none."""
         if self.e4m3:
             self.values_e4m3(acc, va, p_lo)
         else:
             self.values_f16(acc, va, p_lo)
 
     def values_f16(self, acc, va, p_lo):
-        """A fragment may be overwritten once its wgmma is through: with one group in flight there are two groups' worth.
+        """A fragment may be overwritten once its wgmma is through, so there are those of two groups, one in flight.
 
         Groups have two wgmmas, or one where O leaves no registers for four fragments.
         """
@@ -285,32 +285,32 @@ class Tile:
         and other warpgroups fill the gap.
         """
         parts, size = (2, self.half // 2) if self.key.apart else (1, self.half)
-        flying, a = None, []
+        flying = None
 
-        def land():
-            at, d = flying
+        def land(at, d):
             put_at(acc, at, [acc[at + x] + y for x, y in enumerate(ptx.settled(d))])
 
         for t in range(self.latent_tiles):
+            fragments = []  # of this tile: both halves of the columns are multiplied with them
             for part in range(parts):
                 d = [Float32(0.0)] * size
                 for k32 in range(2):
                     if part == 0:
                         v = self.latents_of(va, t, k32)
-                        a = a[-1:] + [[ptx.prmt(v[j], v[j + 1], order) for j in (0, 2) for order in (0x6240, 0x7351)]]
-                    if flying is not None and k32 == (0 if parts == 2 else 1):
-                        cute.nvgpu.warpgroup.wait_group(0 if parts == 2 else 1)
-                        land()
+                        fragments.append([ptx.prmt(v[j], v[j + 1], x) for j in (0, 2) for x in (0x6240, 0x7351)])
+                    if flying is not None and k32 == 2 - parts:
+                        cute.nvgpu.warpgroup.wait_group(2 - parts)
+                        land(*flying)
                         flying = None
                     elif parts == 1 and (t or k32):
                         cute.nvgpu.warpgroup.wait_group(1)
                     cute.nvgpu.warpgroup.fence()
                     p = p_lo + (k32 * 32 + part * self.own * 64) // 16
-                    d = ptx.wgmma_rs("e4m3", d, a[-1] if part == 0 else a[k32], p, ptx.SW64, k32 > 0)
+                    d = ptx.wgmma_rs("e4m3", d, fragments[k32], p, ptx.SW64, k32 > 0)
                     cute.nvgpu.warpgroup.commit_group()
                 flying = self.half * t + part * size, d
         cute.nvgpu.warpgroup.wait_group(0)
-        land()
+        land(*flying)
 
     def values_bf16(self, acc, v_lo, p_lo):
         """acc += V^T P^T over a tile, V^T read transposed from shared memory. Leaves everything in flight."""
