@@ -111,7 +111,8 @@ def test_smem_areas_follow_each_other():
         exchange = 8 * key.n * 4
         starts = [0, lay.query, lay.p, lay.peaks, lay.sums, lay.factors, lay.split, lay.bytes, lay.total]
         sizes = [
-            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange, (4 * (4 * key.n + 8) if key.apart else 4 * key.n),
+            lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange,
+            4 * (4 * key.n + 8) if key.apart else 4 * key.n,
             2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries + (4 if key.apart else 0)),
         ]  # fmt: skip
         assert all(b - a == size for (a, b), size in zip(pairwise(starts), sizes, strict=True))

@@ -210,7 +210,7 @@ def test_preparing_launches_every_shape_once_and_waits(bench):
 
 
 def test_the_type_of_p_is_the_callers(bench):
-    with pytest.raises(CacheMiss, match="params.p: 'e4m3' wanted, 'f16' there"):
+    with pytest.raises(CacheMiss, match=r"params\.p: 'e4m3' wanted, 'f16' there"):
         bench.layer(p_dtype="e4m3").prepare_cache(bench.kv())
     with pytest.raises(ConfigError, match="p_dtype='f8' must be one of auto, f16, e4m3, bf16"):
         bench.layer(p_dtype="f8")

@@ -10,12 +10,16 @@ tested elsewhere.
 """
 
 import sys
+import time
 from typing import Any, Final, NamedTuple
 
 PAGE: Final = 64
 LOG2E: Final = 1.4426950408889634
 #: Pages of the pool: 2.4 GB of FP8, 4.8 GB of BF16.
 POOL: Final = 65536
+#: Seconds of rest in front of each measurement: a long call takes the card to its power limit, and the clock stays low
+#: for a while after it.
+PAUSE: Final = 0.2
 #: One request of 128k among short ones.
 MIXED: Final = (131072, *(1024 + 48 * i for i in range(63)))
 
@@ -164,7 +168,9 @@ class Bench:
         rounds = max(1, 32 // windows) if windows > 1 else 1
         both = [lambda c=c, m=m: (c.launch(stream()), m.launch(stream())) for c, m in pairs]
         alone = [lambda c=c: c.launch(stream()) for c, _ in pairs]
+        time.sleep(PAUSE)
         us = harness.graph_us(both, repeats, rounds)
+        time.sleep(PAUSE)
         core_us = harness.graph_us(alone, repeats, rounds)
         read = sum(shape.lengths) * row
         return {
