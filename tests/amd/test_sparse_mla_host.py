@@ -121,6 +121,13 @@ def test_what_is_refused_and_why(changes, why) -> None:
         flydsl_sparse_mla_fp8ds_fwd(softmax_scale=1.0, **arguments(**changes))
 
 
+def test_the_question_takes_the_arguments_of_the_call() -> None:
+    given = arguments()
+    tensors = [given[name] for name in ("q", "kv_buffer", "kv_indptr", "kv_indices")]
+    assert flydsl_sparse_mla_fp8ds_supported(*tensors, 0.5, runtime=given["runtime"])
+    assert not flydsl_sparse_mla_fp8ds_supported(*tensors, math.inf, runtime=given["runtime"])
+
+
 def test_every_reason_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
         flydsl_sparse_mla_fp8ds_fwd(

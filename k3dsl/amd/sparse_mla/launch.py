@@ -118,6 +118,7 @@ def sparse_mla_problems(
     kv_buffer: Any,
     kv_indptr: Any,
     kv_indices: Any,
+    softmax_scale: Any = 1.0,
     *,
     kv_lora_rank: Any = LATENT,
     qk_rope_head_dim: Any = 64,
@@ -141,16 +142,20 @@ def sparse_mla_problems(
     if runtime is None and isinstance(q, Tensor):
         where = _runtime_problem(q)
         bad = [where, *bad] if where else bad
+    if type(softmax_scale) not in (float, int) or not math.isfinite(softmax_scale):
+        bad.append(f"softmax_scale={softmax_scale!r} must be a finite number")
     return bad
 
 
-def flydsl_sparse_mla_fp8ds_supported(q: Any, kv_buffer: Any, kv_indptr: Any, kv_indices: Any, **options: Any) -> bool:
+def flydsl_sparse_mla_fp8ds_supported(
+    q: Any, kv_buffer: Any, kv_indptr: Any, kv_indices: Any, softmax_scale: Any = 1.0, **options: Any
+) -> bool:
     """Whether `flydsl_sparse_mla_fp8ds_fwd` serves these arguments, by their metadata alone: safe during a capture.
 
     Options are those of the function and those of its siblings that it does not serve (kv_scale, q_scale, attn_sink,
     extra_*, inv_rope_*, out_mxfp8, kv_splits, skip_reduce, dot_precision). `sparse_mla_problems` says why not.
     """
-    return not sparse_mla_problems(q, kv_buffer, kv_indptr, kv_indices, **options)
+    return not sparse_mla_problems(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, **options)
 
 
 def flydsl_sparse_mla_fp8ds_fwd(
@@ -184,14 +189,13 @@ def flydsl_sparse_mla_fp8ds_fwd(
         kv_buffer,
         kv_indptr,
         kv_indices,
+        softmax_scale,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         out=out,
         runtime=runtime,
         **options,
     )
-    if type(softmax_scale) not in (float, int) or not math.isfinite(softmax_scale):
-        bad.append(f"softmax_scale={softmax_scale!r} must be a finite number")
     if bad:
         raise ConfigError.of("sparse MLA", bad)
     tokens, heads = q.shape[:2]
