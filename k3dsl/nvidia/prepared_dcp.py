@@ -305,6 +305,7 @@ class PreparedDcp(PreparedMla):
             "pitches": sorted([rows, pitch] for rows, pitch in self._pitches.items()),
             "page_size": page,
             "max_context": self.max_context,
+            "p_dtype": self._p_dtype,
             "core": [str(_of_any_rank(self._keys(*shape, box.kv_format, page).core)) for shape in self.shapes],
             "kernels": self._fingerprint(target, page),
         }
