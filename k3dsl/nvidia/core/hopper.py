@@ -375,7 +375,8 @@ def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
     if pairs <= 64:
         return MergeKey(key.block, slice=128, groups=4, batch=17)
     if pairs <= 256:
-        return MergeKey(key.block, slice=256, groups=2, batch=17)
+        few = requests < 8  # so a request has many splits
+        return MergeKey(key.block, slice=256, groups=2 if few else 1, batch=17 if few else 8)
     return MergeKey(key.block, slice=512, groups=1, batch=8)
 
 
