@@ -41,7 +41,7 @@ VARIED = {
         "block": (BASE, replace(BASE, dims=TP16)),
         "slice": (replace(BASE, batches=(1,)), BASE),
         "groups": (replace(BASE, batches=(1,)), BASE),
-        "batch": (BASE, replace(BASE, batches=(64,))),
+        "batch": (replace(BASE, batches=(1,)), BASE),
     },
     "mla_epilogue": {
         "op": (BASE, NO_EPILOGUES),
