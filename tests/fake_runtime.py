@@ -70,3 +70,16 @@ def step(dims: MlaDims, rows: int, q: int = 1, width: int = 3) -> dict[str, torc
         "block_table": torch.zeros(rows // q, width, dtype=torch.int32),
         "lengths": torch.ones(rows // q, dtype=torch.int32),
     }
+
+
+def prepared(bench: Bench, **changes):
+    """A layer of the plan that is bound to a cache, and the cache; what that launched is forgotten."""
+    layer, kv = bench.layer(**changes), bench.kv()
+    layer.prepare_cache(kv)
+    bench.fake.launches.clear()
+    return layer, kv
+
+
+def run(layer: PreparedMla, kv: torch.Tensor, tensors: dict[str, torch.Tensor], q: int = 1, **more) -> None:
+    """One step with the tensors of `step`."""
+    layer.run(**tensors, cache=kv, q=q, **more)

@@ -44,7 +44,7 @@ SINGLE = ("sm_103a", made(12, 4, 32, capacity=0, lse=True))
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):
-    """Objects of this session: each is compiled once."""
+    """Objects that these tests share: each is compiled once."""
     return CompileCache(tmp_path_factory.mktemp("tokenspeed"))
 
 
