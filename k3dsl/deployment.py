@@ -10,7 +10,7 @@ from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import HOSTS, SERVED, Choice, choose
 from k3dsl.nvidia.core.hopper import P_DTYPES
 from k3dsl.nvidia.dcp import MAX_HEADS as RANK_HEADS
-from k3dsl.nvidia.dcp import RANKS
+from k3dsl.nvidia.dcp import RANKS, interleave_problems
 from k3dsl.nvidia.epilogue import DTYPES, EpilogueKey, epilogue_keys
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ class Deployment:
             bad.append(f"dcp={self.dcp!r} must be 1 on {REFERENCE}: k3dsl.reference.parallel_layer has the whole group")
         elif self.dcp > 1 and type(heads) is int and self.dcp * heads > RANK_HEADS:
             bad.append(f"dcp={self.dcp!r} with {heads} heads must have {RANK_HEADS} heads at most on all ranks")
-        if type(self.interleave) is not int or self.interleave < 1:
-            bad.append(f"interleave={self.interleave!r} must be a positive int")
+        bad += interleave_problems(self.interleave)
         return bad
 
     def _bad_p_dtype(self) -> list[str]:

@@ -164,7 +164,7 @@ def test_it_is_frozen_and_compares_by_value():
         ({"epilogues": "bf16"}, "epilogues='bf16' must be a tuple of bf16, fp16, or empty"),
         ({"dcp": 3}, "dcp=3 must be one of 1, 2, 4, 8, 16"),
         ({"dcp": 16}, "dcp=16 with 12 heads must have 128 heads at most"),
-        ({"interleave": 0}, "interleave=0 must be a positive int"),
+        ({"interleave": 0}, "interleave=0 must be an int from 1 to 1048576"),
         ({"max_context": 0}, "max_context=0 must be an int from 1 to 1048576"),
         ({"dims": MlaDims(heads=7)}, "dims.heads=7 must be one of 6, 12"),
         ({"dims": MlaDims(kv_lora=256)}, "dims.kv_lora=256 must be 512"),

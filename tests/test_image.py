@@ -129,3 +129,31 @@ def test_objects_of_another_machine_or_none():
     with pytest.raises(CompileError, match="must have one launcher: it has 0"):
         host.facts(make_object(b"\xc3", b"", {"start": 0}))
     assert len(IMPORTS) == 8
+
+
+@pytest.mark.parametrize("size", [1 << 31, 1 << 62, (1 << 64) - 1])
+def test_sizes_that_cannot_be_are_refused(size):
+    """Before any memory is asked for."""
+    data = bytearray(make_object(bytes(16), b"data", {"start": 0}))
+    text = int.from_bytes(data[40:48], "little") + 64  # the header of .text
+    data[text + 4 : text + 8] = struct.pack("<I", 8)  # SHT_NOBITS
+    data[text + 32 : text + 40] = struct.pack("<Q", size)
+    with pytest.raises(CompileError, match=r"its parts take [0-9]+ bytes, must take 1073741824 at most"):
+        Relocatable(bytes(data), {})
+
+
+@pytest.mark.parametrize("at", [13, 64, 1 << 40])
+def test_relocations_stay_within_their_part(at):
+    data = make_object(bytes(16), b"data", {"start": 0}, ((at, 1, "start", 0),), "x86-64")
+    with pytest.raises(CompileError, match=f"relocation at {at} lies outside of its part of 16 bytes"):
+        Relocatable(data, {})
+
+
+def test_damaged_headers_are_compile_errors():
+    """Offsets of 64 bits that no file has: one wrong byte at every place of the headers and tables."""
+    whole = host_object("sm_100a")
+    start = int.from_bytes(whole[40:48], "little")
+    for at in (*range(16, 64), *range(start, len(whole))):
+        for value in (0x80, 0xFF):
+            damaged = whole[:at] + bytes([value]) + whole[at + 1 :]
+            assert isinstance(host.problems(damaged, "sm_100a"), list)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from fake_runtime import STREAM, Bench, step
 
-from k3dsl import ConfigError, Deployment, MlaDims, NotPrepared, PeerError
+from k3dsl import ConfigError, Deployment, LaunchError, MlaDims, NotPrepared, PeerError
 from k3dsl.nvidia import DcpBox, PreparedMla, dcp, local_lengths, virtual_step
 from k3dsl.nvidia.exchange import LocalExchange, StoreExchange, agree
 from k3dsl.nvidia.prepared_dcp import PreparedDcp
+from k3dsl.nvidia.stages import HopperCore
 
 RANKS = 2
 
@@ -395,3 +396,81 @@ def test_ranks_of_one_process_see_those_before_them():
     agree(a, "x", {"heads": 12})
     with pytest.raises(ConfigError, match="heads differs"):
         agree(b, "x", {"heads": 6})
+
+
+@pytest.mark.parametrize("where", ["core", "armed"])
+def test_a_rank_that_cannot_warm_up_says_so_and_may_come_again(bench, monkeypatch, where):
+    """The others are past the comparison by then, and wait for its device."""
+    group = Group(bench)
+    layer, said = group.layers[0], []
+    fail = group.boxes[0]._exchange.fail
+
+    def note(what, error):
+        said.append((what, str(error)))
+        fail(what, error)
+
+    def refuse(*_):
+        raise LaunchError("out of memory")
+
+    monkeypatch.setattr(group.boxes[0]._exchange, "fail", note)
+    with monkeypatch.context() as broken:
+        if where == "core":
+            broken.setattr(HopperCore, "launch_first", refuse)
+        else:
+            broken.setattr(group.boxes[0], "arm", refuse)
+        with pytest.raises(LaunchError, match="out of memory"):
+            layer.prepare_cache(bench.kv())
+    assert said == [("prepare_cache ready", "out of memory")]
+    assert layer._place is None
+    for one in group.layers:
+        one.prepare_cache(bench.kv())
+    assert [one._exchange._round for one in group.boxes] == [2, 2]
+
+
+def test_ranks_of_two_groups_or_of_two_sizes_are_no_step(group):
+    other = Group(group.bench).prepare()
+    start = len(group.bench.fake.launches)
+    mine, theirs = group.calls(4), other.calls(4)
+    with pytest.raises(ConfigError, match=r"all 2 ranks of one DcpBox.virtual"):
+        virtual_step([group.layers[0], other.layers[1]], [mine[0], theirs[1]])
+    with pytest.raises(ConfigError, match="the calls have 4, 1 rows, must all have the same"):
+        virtual_step(group.layers, [mine[0], group.calls(1)[1]])
+    assert len(group.bench.fake.launches) == start
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"interleave": 2**31}, "interleave=2147483648 must be an int from 1 to 1048576"),
+        ({"kv_format": []}, r"kv_format=\[\] must be one of fp8, bf16"),
+        ({"device": "nope"}, "device='nope' must be a GPU"),
+        ({"device": -1}, "device=-1 must be a GPU"),
+    ],
+)
+def test_what_a_box_cannot_read_is_named(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        DcpBox.virtual(2, **{"heads": 12, "device": "cpu", **changes})
+
+
+def test_bounds_of_a_group_are_named_before_it_is_asked_for():
+    with pytest.raises(
+        ConfigError, match=r"(?s)prepare_timeout=inf must be .* at most 604800.*multicast=1 must be a bool"
+    ):
+        DcpBox(heads=12, prepare_timeout=float("inf"), multicast=1)
+
+
+def test_local_lengths_takes_ints():
+    totals = torch.tensor([5])
+    for changes in ({"ranks": None}, {"rank": True}, {"interleave": 1.0}):
+        with pytest.raises(ConfigError, match=next(iter(changes))):
+            local_lengths(totals, **{"ranks": 2, "rank": 0, **changes})
+    with pytest.raises(ConfigError, match=r"totals is torch\.float32, must be a tensor of ints"):
+        local_lengths(totals.float(), ranks=2, rank=0)
+
+
+def test_a_layer_without_a_group_has_a_parity_all_the_same(bench):
+    for parity in (2, True, "x"):
+        with pytest.raises(ConfigError, match=f"parity={parity!r} must be 0 or 1"):
+            bench.layer(parity=parity)
+    with pytest.raises(ConfigError, match="pitches is list, must be a mapping"):
+        bench.layer(pitches=[4])

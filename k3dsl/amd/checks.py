@@ -13,6 +13,8 @@ from k3dsl.amd.mla_pre.key import (
     HEALTH_WORDS,
     HIDDEN,
     KV_LORA,
+    MAX_BLOCKS,
+    MAX_TOKENS,
     NOPE,
     POINTS,
     Q_LORA,
@@ -71,6 +73,35 @@ def weight_problems(key: "MlaPreBuild", device: torch.device, **weights: Any) ->
     if "w_k" in weights:
         bad += _w_k_problems(key, weights["w_k"], weights.get("w_k_scale"), device)
     return bad
+
+
+def require_numbers(
+    batches: tuple[int, ...],
+    queries: tuple[int, ...],
+    nblocks: tuple[int, ...],
+    deltas: tuple[bool, ...],
+    max_context: int,
+) -> None:
+    """ConfigError with everything that keeps these from being the shapes of a PreparedMlaPre."""
+    bad = []
+    for what, values, most in (
+        ("batches", batches, MAX_TOKENS),
+        ("queries", queries, 8),
+        ("nblocks", nblocks, MAX_BLOCKS),
+    ):
+        bad += [f"{what} is empty"] if not values else []
+        bad += [
+            f"{what}: {v!r} must be an int from 1 to {most}" for v in values if type(v) is not int or not 1 <= v <= most
+        ]
+    bad += [f"deltas: {d!r} must be True or False" for d in deltas if type(d) is not bool]
+    bad += ["deltas is empty"] if not deltas else []
+    if type(max_context) is not int or max_context < 1:
+        bad.append(f"max_context={max_context!r} must be a positive int")
+    if not bad:
+        idle = [q for q in queries if all(b % q for b in batches)]
+        bad += [f"queries: {q} divides none of batches={batches}, so it has no shape" for q in idle]
+    if bad:
+        raise ConfigError.of("PreparedMlaPre", bad)
 
 
 def launch_problems(key: "MlaPreBuild", **given: Any) -> list[str]:

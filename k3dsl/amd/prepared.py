@@ -9,10 +9,10 @@ from torch import Tensor
 
 from k3dsl.amd.aiter import AiterDecode
 from k3dsl.amd.aiter import present as aiter_present
-from k3dsl.amd.checks import cache_problems, launch_problems
+from k3dsl.amd.checks import cache_problems, launch_problems, require_numbers
 from k3dsl.amd.decode import Decode, GatedValue, GroupCombine, ReferenceDecode
 from k3dsl.amd.layer import builds
-from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MAX_TOKENS, MlaPreBuild
+from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MlaPreBuild
 from k3dsl.amd.rank import MlaPreRank
 from k3dsl.amd.weights import arguments_of, oracle_weights, require_pre_attention
 from k3dsl.capture import guard
@@ -76,7 +76,7 @@ class PreparedMlaPre:
         require_pre_attention(attention, self._dims, w_uk)
         device = attention.W_UK_T.device
         batches, queries, nblocks, deltas = tuple(batches), tuple(queries), tuple(nblocks), tuple(deltas)
-        _require_numbers(batches, queries, nblocks, deltas, max_context)
+        require_numbers(batches, queries, nblocks, deltas, max_context)
         self.shapes = tuple(dict.fromkeys((b, q) for q in queries for b in batches if b % q == 0))
         self.rank = rank if rank is not None else MlaPreRank(batches, device=device, w_uk=w_uk)
         _require_rank(self.rank, batches, w_uk, device, combine)
@@ -152,15 +152,16 @@ class PreparedMlaPre:
         nblocks: int | None = None,  # by default all of `blocks`
         q: int = 1,
     ) -> None:
-        """One step of B = R * q rows on the current stream: `project`, then `attend`.
+        """One step of B = R * q rows on the current stream: `project`, then `attend`. What either refuses is refused
+        before anything is written.
 
         Raises NotPrepared for a (B, q), a number of blocks or a delta that was not prepared; ConfigError, once a layout
         of the tensors, for one that is not served.
         """
+        rows = prefix.shape[0]
+        metadata = self._metadata(out, cache, block_table, lengths, totals, rows, q)
         self.project(prefix, blocks=blocks, delta=delta, cache=cache, slots=slots, nblocks=nblocks)
-        self.attend(
-            out, cache=cache, block_table=block_table, lengths=lengths, totals=totals, rows=prefix.shape[0], q=q
-        )
+        self._attend(out, cache, *metadata, rows, q)
 
     def project(
         self,
@@ -218,6 +219,19 @@ class PreparedMlaPre:
         Metadata of fewer than B / q requests is padded with empty ones. Empty requests give exact zeros, whatever
         their rows hold.
         """
+        self._attend(out, cache, *self._metadata(out, cache, block_table, lengths, totals, rows, q), rows, q)
+
+    def _metadata(
+        self,
+        out: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        totals: Tensor | None,
+        rows: int,
+        q: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(block_table, lengths, totals) of R requests, checked together with `out` and `cache`."""
         if (rows, q) not in self.shapes or self.decode is None:
             raise self._refusal(rows, None, None, q)
         requests = rows // q
@@ -225,10 +239,26 @@ class PreparedMlaPre:
             if totals is not None:
                 totals = pad_metadata(requests, block_table, totals)[1]
             block_table, lengths = pad_metadata(requests, block_table, lengths)
-        layout = (rows, q, _layout(out), _layout(block_table), _layout(lengths))
+        known = None if totals is None else _layout(totals)
+        layout = (rows, q, _layout(out), _layout(block_table), _layout(lengths), known)
         if layout not in self._layouts:
             self._admit_metadata(layout, rows, q, out, block_table, lengths, totals)
-        rank = self.rank
+        if cache is not self._kv():
+            self._require_bound(cache)
+        return block_table, lengths, totals
+
+    def _attend(
+        self,
+        out: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        totals: Tensor | None,
+        rows: int,
+        q: int,
+    ) -> None:
+        assert self.decode is not None
+        requests, rank = rows // q, self.rank
         empty = rank.empty(rows)
         if rank.needs_plan(self.decode, rows, q):
             self.decode.plan(cache, block_table, lengths, totals, rows, q)
@@ -317,11 +347,7 @@ class PreparedMlaPre:
         cache: Tensor,
         slots: Tensor,
     ) -> None:
-        if _place(cache) != self._place:
-            raise ConfigError(
-                f"run: cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared: call "
-                "prepare_cache(kv_cache) when the cache moves"
-            )
+        self._require_bound(cache)
         require("run", launch_problems(key, **self._arguments(key, prefix, delta, blocks, cache, slots)))
         self._remember(layout)
 
@@ -336,14 +362,20 @@ class PreparedMlaPre:
         totals: Tensor | None,
     ) -> None:
         bad = step_problems(self._dims, rows, q, self._device, out=out, block_table=block_table, lengths=lengths)
-        if self.rank.ranks > 1:
-            bad += (
-                step_problems(self._dims, rows, q, self._device, lengths=totals)
-                if totals is not None
-                else [f"totals is None, must be int32 [{rows // q}] on {self.rank.ranks} ranks: lengths are one rank's"]
-            )
+        if totals is not None:
+            wrong = step_problems(self._dims, rows, q, self._device, lengths=totals)
+            bad += [line.replace("lengths", "totals", 1) for line in wrong]
+        elif self.rank.ranks > 1:
+            bad += [f"totals is None, must be int32 [{rows // q}] on {self.rank.ranks} ranks: lengths are one rank's"]
         require("run", bad)
         self._remember(layout)
+
+    def _require_bound(self, cache: Tensor) -> None:
+        if _place(cache) != self._place:
+            raise ConfigError(
+                f"run: cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared: call "
+                "prepare_cache(kv_cache) when the cache moves"
+            )
 
     def _remember(self, layout: Any) -> None:
         if len(self._layouts) >= _MOST_LAYOUTS:
@@ -376,33 +408,6 @@ class PreparedMlaPre:
         oracle.insert(step.entry, cache, slots)
         self.rank.query(rows).copy_(step.query().view(torch.uint8))
         self.rank.gate(rows).copy_(step.gate)
-
-
-def _require_numbers(
-    batches: tuple[int, ...],
-    queries: tuple[int, ...],
-    nblocks: tuple[int, ...],
-    deltas: tuple[bool, ...],
-    max_context: int,
-) -> None:
-    bad = []
-    for name, values, most in (
-        ("batches", batches, MAX_TOKENS),
-        ("queries", queries, 8),
-        ("nblocks", nblocks, MAX_BLOCKS),
-    ):
-        bad += [f"{name} is empty"] if not values else []
-        bad += [
-            f"{name}: {v!r} must be an int from 1 to {most}" for v in values if type(v) is not int or not 1 <= v <= most
-        ]
-    bad += [f"deltas: {d!r} must be True or False" for d in deltas if type(d) is not bool]
-    bad += ["deltas is empty"] if not deltas else []
-    if type(max_context) is not int or max_context < 1:
-        bad.append(f"max_context={max_context!r} must be a positive int")
-    if not bad:
-        idle = [q for q in queries if all(b % q for b in batches)]
-        bad += [f"queries: {q} divides none of batches={batches}, so it has no shape" for q in idle]
-    require("PreparedMlaPre", bad)
 
 
 def _require_rank(rank: MlaPreRank, batches: tuple[int, ...], w_uk: str, device: torch.device, combine: Any) -> None:

@@ -22,7 +22,7 @@ _INFO: Final = ".nv.info"
 #: Shared memory that the system takes of every CTA from sm_90 on: part of the section, no part of a kernel's limit.
 RESERVED_SMEM: Final = 1024
 #: What reading damaged bytes may raise, here and in pyelftools, beside its own ELFError.
-_UNREADABLE: Final = (
+UNREADABLE: Final = (
     *(struct.error, LookupError, AttributeError, ValueError, TypeError),
     *(AssertionError, OverflowError, MemoryError),
 )
@@ -70,7 +70,7 @@ def parse_all(data: bytes) -> tuple[Cubin, ...]:
 
     try:
         return _parse(data)
-    except (ELFError, *_UNREADABLE) as error:
+    except (ELFError, *UNREADABLE) as error:
         raise CompileError(f"not a readable cubin ({len(data)} bytes): {type(error).__name__}: {error}") from error
 
 

@@ -20,6 +20,8 @@ from k3dsl.nvidia.launch import Launch, Param
 RANKS: Final = (2, 4, 8, 16)
 #: Heads of all ranks, at most: what the cores take.
 MAX_HEADS: Final = 128
+#: Positions that one rank has in a row, at most: more than any context has.
+MAX_INTERLEAVE: Final = 1 << 20
 CAP: Final = 64  # rows of a mailbox
 CLUSTER: Final = 8
 THREADS: Final = 256
@@ -138,6 +140,13 @@ def rank_problems(ranks: Any, heads: Any) -> list[str]:
         return [f"ranks={ranks!r} must be one of {', '.join(map(str, RANKS))}"]
     if type(heads) is not int or not 1 <= heads <= MAX_HEADS // ranks:
         return [f"heads={heads!r} must be an int from 1 to {MAX_HEADS // ranks} on each of {ranks} ranks"]
+    return []
+
+
+def interleave_problems(interleave: Any) -> list[str]:
+    """Why that many consecutive positions cannot lie on one rank; empty if they can. Kernels count in 32 bits."""
+    if type(interleave) is not int or not 1 <= interleave <= MAX_INTERLEAVE:
+        return [f"interleave={interleave!r} must be an int from 1 to {MAX_INTERLEAVE}"]
     return []
 
 

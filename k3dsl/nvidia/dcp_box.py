@@ -17,6 +17,7 @@ _ALIGN: Final = 256
 MOST_SECONDS: Final = 3600.0
 #: Seconds in which all ranks must have come to a collective call: a cold cache compiles before it.
 PREPARE_SECONDS: Final = 600.0
+MOST_PREPARE_SECONDS: Final = 7 * 86400.0
 
 
 class DcpBox:
@@ -51,12 +52,20 @@ class DcpBox:
         prepare_timeout: float = PREPARE_SECONDS,
     ) -> None:
         guard("DcpBox()")
-        if type(prepare_timeout) not in (int, float) or not prepare_timeout > 0:
-            raise ConfigError(f"prepare_timeout={prepare_timeout!r} must be a positive number of seconds")
+        bad = []
+        if type(prepare_timeout) not in (int, float) or not 0 < prepare_timeout <= MOST_PREPARE_SECONDS:
+            bad.append(
+                f"prepare_timeout={prepare_timeout!r} must be a positive number of seconds, at most "
+                f"{MOST_PREPARE_SECONDS:g}"
+            )
+        if type(multicast) is not bool:
+            bad.append(f"multicast={multicast!r} must be a bool")
+        if bad:
+            raise ConfigError.of("DcpBox", bad)
         exchange = exchange_of(group, float(prepare_timeout))
-        where = torch.device("cuda", torch.cuda.current_device()) if device is None else _device(device)
+        where = _device(device)
         self._facts(exchange.rank, exchange.size, heads, interleave, kv_format, timeout)
-        agree(exchange, "DcpBox", {**self._arguments(), "multicast": bool(multicast)})
+        agree(exchange, "DcpBox", {**self._arguments(), "multicast": multicast})
         shared = allocate(group, sum(self._sizes()), where, exchange, multicast)
         self._place(shared.own, shared.addresses, shared.multicast)
         self._exchange: Exchange = exchange
@@ -78,7 +87,7 @@ class DcpBox:
     ) -> "list[DcpBox]":
         """`ranks` ranks on one device, for tests and for people with one GPU; their layers run by `virtual_step`."""
         guard("DcpBox.virtual()")
-        where = torch.device("cuda", torch.cuda.current_device()) if device is None else _device(device)
+        where = _device(device)
         boxes = [cls.__new__(cls) for _ in range(ranks if type(ranks) is int and ranks > 0 else 1)]
         rounds: dict[int, dict[int, dict[str, Any]]] = {}
         memory = []
@@ -93,9 +102,8 @@ class DcpBox:
 
     def _facts(self, rank: int, size: int, heads: int, interleave: int, kv_format: str, timeout: float) -> None:
         bad = dcp.rank_problems(size, heads)
-        if type(interleave) is not int or interleave < 1:
-            bad.append(f"interleave={interleave!r} must be a positive int")
-        if kv_format not in ELEMENT:
+        bad += dcp.interleave_problems(interleave)
+        if kv_format not in tuple(ELEMENT):
             bad.append(f"kv_format={kv_format!r} must be one of {', '.join(ELEMENT)}")
         if type(timeout) not in (int, float) or not 0 < timeout <= MOST_SECONDS:
             bad.append(f"timeout={timeout!r} must be a number of seconds above 0, at most {MOST_SECONDS:g}")
@@ -145,6 +153,10 @@ class DcpBox:
         self.poison = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._alarm = c_uint64.from_address(self.alarm.data_ptr())
+
+    def same_group(self, other: Any) -> bool:
+        """Whether both are boxes of one DcpBox.virtual."""
+        return isinstance(other, DcpBox) and self.is_virtual and self._handle is other._handle
 
     @property
     def limit(self) -> int:
@@ -205,11 +217,17 @@ class DcpBox:
             torch.cuda.synchronize(self.device)
 
 
-def _device(device: "torch.device | str | int") -> torch.device:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+def _device(device: "torch.device | str | int | None") -> torch.device:
+    """The device meant; None: torch's current GPU. Raises ConfigError."""
+    try:
+        found = torch.device("cuda" if device is None else device)
+        if found.type == "cuda" and found.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", device) if type(device) is int else found
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
+        raise ConfigError(
+            f"device={device!r} must be a GPU of torch, its number, or None for the current one: {error}"
+        ) from None
 
 
 def local_lengths(totals: Tensor, *, ranks: int, rank: int, interleave: int = 1) -> Tensor:
@@ -218,8 +236,14 @@ def local_lengths(totals: Tensor, *, ranks: int, rank: int, interleave: int = 1)
 
     floor(t / (D I)) I + clamp(t mod (D I) - rank I, 0, I), D ranks, I consecutive positions a rank.
     """
-    if not 0 <= rank < ranks or interleave < 1:
-        raise ConfigError(f"rank={rank!r} must be below ranks={ranks!r}, interleave={interleave!r} a positive int")
+    numbers = all(type(x) is int for x in (ranks, rank, interleave))
+    if not numbers or not 0 <= rank < ranks or interleave < 1:
+        raise ConfigError(
+            f"rank={rank!r} must be an int from 0 and below ranks={ranks!r}, interleave={interleave!r} a positive int"
+        )
+    if not isinstance(totals, Tensor) or totals.is_floating_point() or totals.dtype == torch.bool:
+        what = totals.dtype if isinstance(totals, Tensor) else type(totals).__name__
+        raise ConfigError(f"totals is {what}, must be a tensor of ints")
     turn = ranks * interleave
     rest = (totals % turn - rank * interleave).clamp(0, interleave)
     return (totals.div(turn, rounding_mode="floor") * interleave + rest).to(torch.int32)

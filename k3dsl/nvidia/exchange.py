@@ -73,17 +73,20 @@ class LocalExchange:
     """One rank of several in this process. They come one after the other, so each sees those before it."""
 
     def __init__(self, rounds: dict[int, dict[int, dict[str, Any]]], rank: int) -> None:
-        self._rounds, self.rank, self._round = rounds, rank, 0
+        self._rounds, self.rank, self._round, self._what = rounds, rank, 0, ""
 
     def share(self, what: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The facts of the ranks that have been here, and this one's."""
         self._round += 1
+        self._what = what
         told = self._rounds.setdefault(self._round, {})
         told[self.rank] = json.loads(json.dumps(dict(facts)))
         return [told[rank] for rank in sorted(told)]
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Nobody waits."""
+        """Nobody waits. One that had agreed and fails before it is ready may come again."""
+        if what == f"{self._what} ready":
+            self.retract()
 
     def retract(self) -> None:
         """Those before have passed; this rank may come again."""

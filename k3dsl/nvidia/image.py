@@ -15,6 +15,7 @@ from io import BytesIO
 from typing import Any, Final, NamedTuple
 
 from k3dsl.errors import CompileError, LaunchError
+from k3dsl.nvidia.cubin import UNREADABLE
 
 _GOT: Final = "_GLOBAL_OFFSET_TABLE_"
 _ALLOC, _EXEC = 2, 4  # SHF_*
@@ -106,6 +107,8 @@ MACHINES: Final = {
     ),
 }
 _JUMP_BYTES: Final = 32
+#: Of an image. Objects are well under a MB.
+_MOST_BYTES: Final = 1 << 30
 
 
 class _Relocation(NamedTuple):
@@ -127,7 +130,7 @@ class Relocatable:
 
         try:
             self._read(data, imports)
-        except (ELFError, struct.error, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        except (ELFError, *UNREADABLE) as error:
             raise CompileError(
                 f"not a readable host object ({len(data)} bytes): {type(error).__name__}: {error}"
             ) from error
@@ -156,13 +159,19 @@ class Relocatable:
         self._got = _up(at, 8)
         self.size = _up(self._got + 8 * len(symbols), mmap.PAGESIZE)
 
+        if self.size > _MOST_BYTES:
+            raise ValueError(f"its parts take {self.size} bytes, must take {_MOST_BYTES} at most")
+
         self._content = [(starts[i], sections[i].data()) for i in loaded if sections[i]["sh_type"] != "SHT_NOBITS"]
         self._symbols = [self._where(symbol, starts) for symbol in symbols]
         outside = [s for s in symbols if s["st_info"]["bind"] != "STB_LOCAL"]
         places = dict(zip(symbols, self._symbols, strict=True))
         self.defined = {s.name: n for s in outside if (n := places[s]) is not None}
         self._relocations = [
-            _Relocation(starts[one["sh_info"]] + r["r_offset"], r["r_info_type"], r["r_info_sym"], r["r_addend"])
+            _Relocation(
+                starts[one["sh_info"]] + _within(r["r_offset"], sections[one["sh_info"]]["sh_size"]),
+                *(r["r_info_type"], r["r_info_sym"], r["r_addend"]),
+            )
             for one in sections
             if one["sh_type"] == "SHT_RELA" and one["sh_info"] in starts
             for r in one.iter_relocations()
@@ -225,6 +234,12 @@ class Loaded:
     def function(self, name: str, result: Any, *arguments: Any) -> Any:
         """A function of the object, to be called while this lives."""
         return ctypes.CFUNCTYPE(result, *arguments)(self._symbols[name])
+
+
+def _within(at: int, size: int) -> int:
+    if at + 4 > size:
+        raise ValueError(f"a relocation at {at} lies outside of its part of {size} bytes")
+    return at
 
 
 def _up(value: int, to: int) -> int:

@@ -89,6 +89,8 @@ class PreparedMla:
         self._runtime.guard("preparing a layer")
         self._dims = MlaDims(heads=weight.shape[0])
         require_attention(attention, self._dims, self._runtime.torch_device)
+        if not isinstance(pitches, Mapping):
+            raise ConfigError(f"pitches is {type(pitches).__name__}, must be a mapping of rows to row strides")
         # Checks rows, queries, core and max_context, and names the shapes.
         plan = Deployment(
             self._dims,
@@ -233,6 +235,7 @@ class PreparedMla:
 
     def _admit_box(self, box: Any, parity: Any) -> int:
         """How many ranks share a context."""
+        require("PreparedMla", parity_problems(parity))
         return 1
 
     def _latents(self, rows: int) -> Tensor:
@@ -460,6 +463,12 @@ class PreparedMla:
                 f"cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared ({bound}): call "
                 "prepare_cache(kv_cache) when the cache moves"
             )
+
+
+def parity_problems(parity: Any) -> list[str]:
+    if type(parity) is int and parity in (0, 1):
+        return []
+    return [f"parity={parity!r} must be 0 or 1: the layer's ordinal among MLA layers modulo 2"]
 
 
 def table_problems(step: Any, table: Tensor) -> list[str]:

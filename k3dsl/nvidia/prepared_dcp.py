@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -17,12 +17,16 @@ from k3dsl.nvidia.dcp_box import DcpBox
 from k3dsl.nvidia.dcp_stages import DcpCore, DcpQuery, DcpValue
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
 from k3dsl.nvidia.metadata import pad_requests
-from k3dsl.nvidia.prepared import PreparedMla, place, table_problems
+from k3dsl.nvidia.prepared import PreparedMla, parity_problems, place, table_problems
 from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Workspace
 from k3dsl.nvidia.stages import HopperCore
 from k3dsl.nvidia.stages_packages import TokenspeedCore, TrtllmCore
 from k3dsl.nvidia.toolchain import compile_key
+
+#: Where ranks meet in prepare_cache.
+_COMES: Final = "prepare_cache"
+_READY: Final = "prepare_cache ready"
 
 
 class DcpStep(NamedTuple):
@@ -47,7 +51,7 @@ class PreparedDcp(PreparedMla):
     """
 
     _steps: dict[tuple[int, int], DcpStep]  # type: ignore[assignment]
-    _agreed: bool = False  # whether the prepare_cache under way has come to the others
+    _awaited: str = ""  # where the others wait for the prepare_cache under way
 
     def prepare_cache(self, kv: Tensor) -> None:
         """As PreparedMla's; collective unless `kv` is bound already. Raises ConfigError on every rank for a plan that
@@ -56,12 +60,12 @@ class PreparedDcp(PreparedMla):
             self._kv = ref(kv)
             return
         self._runtime.guard("prepare_cache()")
-        self._agreed = False
+        self._awaited = _COMES
         try:
             super().prepare_cache(kv)
         except BaseException as error:
-            if not self._agreed:
-                self._box.fail("prepare_cache", error)
+            if self._awaited:
+                self._box.fail(self._awaited, error)
             raise
 
     def prepare_dcp(self, batch: int) -> None:
@@ -193,9 +197,7 @@ class PreparedDcp(PreparedMla):
             bad.append(f"the box is for {box.heads} heads a rank, the weights have {self._dims.heads}")
         if box.device.type != where.type or (where.index is not None and box.device.index != where.index):
             bad.append(f"the box is on {box.device}, the weights are on {where}")
-        if type(parity) is not int or parity not in (0, 1):
-            bad.append(f"parity={parity!r} must be 0 or 1: the layer's ordinal among MLA layers modulo 2")
-        require("PreparedMla", bad)
+        require("PreparedMla", bad + parity_problems(parity))
         self._box = box
         return box.size
 
@@ -309,8 +311,9 @@ class PreparedDcp(PreparedMla):
             "core": [str(_of_any_rank(self._keys(*shape, box.kv_format, page).core)) for shape in self.shapes],
             "kernels": self._fingerprint(target, page),
         }
-        self._agreed = True
-        box.agree("prepare_cache", facts)
+        self._awaited = ""
+        box.agree(_COMES, facts)
+        self._awaited = _READY
         stream = self._runtime.stream()
         for rows, q in self.shapes:
             one = self._dummy(rows, q)
@@ -320,7 +323,8 @@ class PreparedDcp(PreparedMla):
             step.value.alone(stream)
         self._runtime.synchronize()
         box.arm()
-        box.ready("prepare_cache ready")
+        self._awaited = ""
+        box.ready(_READY)
 
     def _fingerprint(self, target: str, page: int) -> str:
         """Of the kernels that all ranks must have alike: their keys cover shapes, sources and toolchain."""
@@ -360,7 +364,10 @@ def virtual_step(
     """
     boxes = [getattr(layer, "box", None) for layer in layers]
     size = boxes[0].size if boxes and isinstance(boxes[0], DcpBox) else 0
-    good = [isinstance(box, DcpBox) and box.is_virtual and box.rank == r for r, box in enumerate(boxes)]
+    good = [
+        isinstance(box, DcpBox) and box.is_virtual and box.rank == r and box.same_group(boxes[0])
+        for r, box in enumerate(boxes)
+    ]
     if len(layers) != size or len(calls) != size or not all(good) or len({layer.parity for layer in layers}) != 1:
         raise ConfigError(
             f"virtual_step: {len(layers)} layers and {len(calls)} calls must be those of all {size or ''} ranks of one "
@@ -375,6 +382,9 @@ def virtual_step(
         return
     every = [layer.bound(**{"totals": None, **call}, q=q) for layer, call in live]  # holds what they made until the end
     steps = [step for step, _ in every]
+    if len({step.requests for step in steps}) > 1:
+        rows = ", ".join(str(step.requests * q) for step in steps)
+        raise ConfigError(f"virtual_step: the calls have {rows} rows, must all have the same: ranks wait for each row")
     stream = live[0][0]._runtime.stream()
     for step in steps:
         step.query.publish(stream)

@@ -275,3 +275,31 @@ def test_prepare_gives_layers_of_one_rank(weights: MlaPreWeights) -> None:
     assert bool(out[0].isfinite().all())
     assert bool(out[0].any())
     assert not out[1].any()
+
+
+def test_what_attention_refuses_is_refused_before_the_prefix_has_its_delta(weights: MlaPreWeights) -> None:
+    """A step that is tried again must not add it twice."""
+    layer = PreparedMlaPre(weights, batches=(2,), nblocks=(1,), max_context=64)
+    cache, meta, out = cache_with_history(), requests(2, 1, [3, 4]), torch.zeros(2, 1536, dtype=torch.bfloat16)
+    layer.prepare_cache(cache)
+    given, before = step(2, 1), cache.clone()
+    prefix = given["prefix"].clone()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"lengths": meta["lengths"].long()}, "lengths is int64, must be int32"),
+        ({"out": out.float()}, "out is float32, must be bfloat16"),
+        ({"totals": meta["lengths"].long()}, "totals is int64, must be int32"),
+        ({"totals": meta["lengths"][:1]}, r"totals has shape \[1\], axis 0 must be 2 or more"),
+        ({"cache": cache.clone()}, "is not the one that was prepared"),
+    ]
+    for twice in range(2):
+        for changes, says in wrong:
+            with pytest.raises(ConfigError, match=says):
+                layer.run(**{"out": out, "cache": cache, **given, **meta, **changes})
+        assert torch.equal(given["prefix"], prefix)
+        assert torch.equal(cache, before)
+        if not twice:  # what was right once is no reason to take what is wrong
+            layer.run(out=out, cache=cache, **given, **meta)
+            given["prefix"].copy_(prefix)
+            before = cache.clone()
+    with pytest.raises(ConfigError, match="is not the one that was prepared"):
+        layer.attend(out, cache=cache.clone(), block_table=meta["block_table"], lengths=meta["lengths"], rows=2)
