@@ -11,9 +11,7 @@ from k3dsl.nvidia import driver as drivers
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--aiter-source", metavar="DIR", help="a checkout of aiter to hold the adaptor's contract against")
-    parser.addoption(
-        "--mla-pre-sweep", action="store_true", help="every case of mla_pre on the emulator, about an hour"
-    )
+    parser.addoption("--mla-pre-sweep", action="store_true", help="60 random builds of mla_pre too, about ten minutes")
 
 
 @pytest.fixture

@@ -110,6 +110,8 @@ def test_plan_file_and_options_over_it(capsys, tmp_path, compilers):
     assert plan.epilogues == ("bf16", "fp16")
     [plan] = PlanArguments(plan=file, epilogues="none").deployments()
     assert plan.epilogues == ()
+    with pytest.raises(ConfigError, match="none must be alone"):
+        PlanArguments(plan=file, epilogues="none,bf16").deployments()
     [plan] = PlanArguments(plan=file, batches="4", kv_format="fp8", target="sm_100a").deployments()
     assert (plan.batches, plan.kv_format, plan.target) == ((4,), "fp8", "sm_100a")
     code, out, _ = k3dsl(capsys, "warmup", "--plan", str(file), "--json")

@@ -10,6 +10,7 @@ there is the `sha256` of the whole file, sent another way. Host code, which runs
 only from a file that nobody else can have written, or with that `sha256`.
 """
 
+import errno
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,8 @@ def export(
             f"nothing to export: the cache has no entry of {', '.join(targets) if targets else 'any target'}"
         )
     final = os.path.abspath(path)
+    if not os.path.isdir(os.path.dirname(final)):  # said of the folder, not of a temporary file's name
+        raise FileNotFoundError(errno.ENOENT, "no such folder to write a bundle to", os.path.dirname(final))
     temp = f"{final}.{unique()}.tmp"
     try:
         with open(temp, "xb") as file:
@@ -155,7 +158,7 @@ def import_bundle(
             raise BundleError(f"{path} has sha256 {found}, not {sha256}")
         doubt = None if sha256 is not None else _doubt(cache, file)
         file.seek(0)
-        for manifest, _ in unpack(file):  # reads and checks everything to the last byte
+        for manifest, _ in _unpack_file(path, file):  # reads and checks everything to the last byte
             why = _refusal(manifest, targets, accept, doubt)
             if why is not None:
                 skipped.append(Skipped(manifest.digest, manifest.key["target"], why))
@@ -165,11 +168,21 @@ def import_bundle(
                 take[manifest.digest] = manifest
         file.seek(0)
         if take:
-            for manifest, payload in unpack(file):  # checked again: the file is not ours, and may have changed
+            for manifest, payload in _unpack_file(
+                path, file
+            ):  # checked again: the file is not ours, and may have changed
                 if take.get(manifest.digest) == manifest:
                     folder.publish(manifest, payload)
     cache.imported(len(take))
     return ImportReport(os.path.abspath(path), found, sorted(take), sorted(present), skipped)
+
+
+def _unpack_file(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[Manifest, bytes]]:
+    """`unpack` with the file's name in every error."""
+    try:
+        yield from unpack(file)
+    except BundleError as error:
+        raise BundleError(f"{os.fspath(path)}: {error}") from None
 
 
 def pack(file: IO[bytes], entries: Iterable[Entry]) -> None:

@@ -38,6 +38,8 @@ class Explanation:
             lines.append(f"{self.key!r} is there: {self.where}")
         elif self.nearest is None:
             lines.append(f"{self.key!r} is not there, and no other entry is")
+        elif self.nearest.key.kernel != self.key.kernel:  # its fields are others: to list them would tell nothing
+            lines.append(f"{self.key!r} is not there, and no entry of {self.key.kernel} is")
         else:
             count = len(self.differences)
             lines.append(

@@ -22,8 +22,13 @@ Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks: 8 or 16.", 
 TargetList = Annotated[
     str | None, typer.Option("--target", help="Targets, e.g. sm_90a,sm_100a.", show_default="that of the present GPU")
 ]
-KvFormat = Annotated[str | None, typer.Option("--kv-format", help="Cache format: fp8 or bf16.", show_default="fp8")]
-Batches = Annotated[str | None, typer.Option(help="Rows of a step, e.g. 1-8,16,32,64.", show_default="1-8,16,32,64")]
+KvFormat = Annotated[
+    str | None,
+    typer.Option("--kv-format", help="Cache format: fp8 or bf16; on gfx950 fp8 or fp8_ds_mla.", show_default="fp8"),
+]
+Batches = Annotated[
+    str | None, typer.Option(help="Rows of a step, e.g. 1-8,16,32,64.", show_default="1-8,16,32,64; on gfx950 1-8,16")
+]
 Queries = Annotated[str | None, typer.Option(help="Tokens of a request in a step, e.g. 1,4.", show_default="1")]
 PageSize = Annotated[int | None, typer.Option(help="Tokens of a cache page.", show_default="64")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens that a request may reach.", show_default="131072")]
@@ -117,7 +122,10 @@ def _dtypes(text: "str | list[str]") -> tuple[str, ...]:
     """("bf16", "fp16") of "bf16,fp16", () of "none"; the deployment checks the names."""
     if isinstance(text, list):
         return tuple(text)
-    return () if text == "none" else tuple(dict.fromkeys(piece.strip() for piece in str(text).split(",")))
+    names = tuple(dict.fromkeys(piece.strip() for piece in str(text).split(",")))
+    if "none" in names and len(names) > 1:
+        raise ConfigError(f"epilogues={text!r}: none must be alone, or left out")
+    return () if names == ("none",) else names
 
 
 def _present() -> str:

@@ -352,3 +352,14 @@ def test_a_bundle_needs_a_place(file: Path, tmp_path: Path) -> None:
             cache.import_bundle(file)
     with pytest.raises(FileNotFoundError):
         CompileCache(tmp_path / "n").import_bundle(tmp_path / "none")
+
+
+def test_errors_name_the_file_and_the_folder(
+    source: CompileCache, node: CompileCache, file: Path, tmp_path: Path
+) -> None:
+    torn = tmp_path / "torn.k3b"
+    torn.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(BundleError, match=r"torn\.k3b: it is "):
+        node.import_bundle(torn)
+    with pytest.raises(FileNotFoundError, match=r"folder to write a bundle to: '.*/none'"):
+        source.export(tmp_path / "none" / "kernels.k3b")

@@ -71,6 +71,13 @@ def test_an_empty_cache(cache: CompileCache) -> None:
     assert "no other entry is" in str(explanation)
 
 
+def test_an_entry_of_another_kernel_has_no_fields_to_compare(cache: CompileCache, build: Builder) -> None:
+    cache.get_or_build(make_key(kernel="other"), build)
+    explanation = cache.explain(make_key())
+    assert explanation.nearest is not None
+    assert str(explanation).endswith(f"is not there, and no entry of {make_key().kernel} is")
+
+
 def test_it_counts_nothing_and_keeps_what_is_damaged(cache: CompileCache, fresh: Fresh, build: Builder) -> None:
     path = cache.get_or_build(make_key(), build).path
     os.truncate(f"{path}/manifest.json", 3)
