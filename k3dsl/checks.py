@@ -81,6 +81,31 @@ def cache_problems(cache: Any, *, kv_format: str, page_size: int | None, device:
     return bad
 
 
+def tensor_problems(optional: dict[str, Any] | None = None, **given: Any) -> list[str]:
+    """Which of these are no tensors, or have no axis: for what failed before `step_problems` could look at it.
+
+    optional: those that may be None.
+    """
+    given |= {what: value for what, value in (optional or {}).items() if value is not None}
+    return [
+        f"{what} is {type(value).__name__}, must be a tensor"
+        if not isinstance(value, Tensor)
+        else f"{what} has shape [], must have an axis"
+        for what, value in given.items()
+        if not isinstance(value, Tensor) or value.dim() == 0
+    ]
+
+
+def metadata_problems(**given: Tensor | None) -> list[str]:
+    """What keeps request metadata from being padded: block_table has two axes, all else one."""
+    return [
+        f"{what} has shape {list(value.shape)}, must have {axes} {'axis' if axes == 1 else 'axes'}"
+        for what, value in given.items()
+        for axes in [2 if what == "block_table" else 1]
+        if value is not None and value.dim() != axes
+    ]
+
+
 def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tensors: Tensor) -> list[str]:
     """What keeps these tensors from being those of one step of `rows` rows, q a request. Any of
 

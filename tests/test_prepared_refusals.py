@@ -148,3 +148,27 @@ def test_a_scratch_that_is_no_tensor_and_pages_of_another_plan_are_refused(bench
     with pytest.raises(ConfigError, match=r"must be \[pages, 64, 576\]"):
         bench.layer(page_size=64).prepare_cache(bench.kv(page=128))
     assert bench.fake.launches == []
+
+
+@pytest.mark.parametrize("name", ["projected", "out", "slots", "block_table", "lengths", "cache"])
+@pytest.mark.parametrize("value", [None, [1], torch.tensor(1)], ids=["none", "list", "scalar"])
+def test_what_is_no_tensor_is_named(bench, name, value):
+    layer, kv = prepared(bench)
+    if name == "cache" and isinstance(value, torch.Tensor):
+        return run_refused(layer, {**step(DIMS, 8), "cache": value}, "is not the one that was prepared")
+    says = f"{name} has shape" if isinstance(value, torch.Tensor) else f"{name} is {type(value).__name__}, must be a"
+    return run_refused(layer, {**step(DIMS, 8), "cache": kv, name: value}, says)
+
+
+@pytest.mark.parametrize("name", ["block_table", "lengths"])
+def test_metadata_that_cannot_be_padded_is_named(bench, name):
+    layer, kv = prepared(bench)
+    given = {**step(DIMS, 8), "cache": kv}
+    run_refused(layer, {**given, name: given[name][None]}, f"{name} has shape .* must have")
+
+
+def run_refused(layer, given, says):
+    start = len(layer._runtime.driver.launches)
+    with pytest.raises(ConfigError, match=says):
+        layer.run(**given)
+    assert len(layer._runtime.driver.launches) == start

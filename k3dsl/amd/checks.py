@@ -1,5 +1,6 @@
 """What is wrong with the arguments of a `mla_pre` launch, as sentences. Reads metadata only, no device waits."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -75,12 +76,25 @@ def weight_problems(key: "MlaPreBuild", device: torch.device, **weights: Any) ->
     return bad
 
 
+def each(**values: Any) -> list[tuple[Any, ...]]:
+    """The values as tuples. Raises ConfigError for those that cannot be."""
+    bad = [
+        f"{what}={value!r} must be a tuple, or what one can be made of"
+        for what, value in values.items()
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes)
+    ]
+    if bad:
+        raise ConfigError.of("shapes", bad)
+    return [tuple(value) for value in values.values()]
+
+
 def require_numbers(
     batches: tuple[int, ...],
     queries: tuple[int, ...],
     nblocks: tuple[int, ...],
     deltas: tuple[bool, ...],
     max_context: int,
+    page_size: int | None,
 ) -> None:
     """ConfigError with everything that keeps these from being the shapes of a PreparedMlaPre."""
     bad = []
@@ -97,6 +111,8 @@ def require_numbers(
     bad += ["deltas is empty"] if not deltas else []
     if type(max_context) is not int or max_context < 1:
         bad.append(f"max_context={max_context!r} must be a positive int")
+    if page_size is not None and (type(page_size) is not int or page_size < 1):
+        bad.append(f"page_size={page_size!r} must be a positive int, or None for any")
     if not bad:
         idle = [q for q in queries if all(b % q for b in batches)]
         bad += [f"queries: {q} divides none of batches={batches}, so it has no shape" for q in idle]

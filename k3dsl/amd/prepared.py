@@ -9,14 +9,14 @@ from torch import Tensor
 
 from k3dsl.amd.aiter import AiterDecode
 from k3dsl.amd.aiter import present as aiter_present
-from k3dsl.amd.checks import cache_problems, launch_problems, require_numbers
+from k3dsl.amd.checks import cache_problems, each, launch_problems, require_numbers
 from k3dsl.amd.decode import Decode, GatedValue, GroupCombine, ReferenceDecode
 from k3dsl.amd.layer import builds
 from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MlaPreBuild
 from k3dsl.amd.rank import MlaPreRank
 from k3dsl.amd.weights import arguments_of, oracle_weights, require_pre_attention
 from k3dsl.capture import guard
-from k3dsl.checks import not_prepared, require, step_problems
+from k3dsl.checks import not_prepared, require, step_problems, tensor_problems
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError, NotPrepared
 from k3dsl.reference import mla_pre as oracle
@@ -75,8 +75,8 @@ class PreparedMlaPre:
         self._dims = MlaDims()
         require_pre_attention(attention, self._dims, w_uk)
         device = attention.W_UK_T.device
-        batches, queries, nblocks, deltas = tuple(batches), tuple(queries), tuple(nblocks), tuple(deltas)
-        require_numbers(batches, queries, nblocks, deltas, max_context)
+        batches, queries, nblocks, deltas = each(batches=batches, queries=queries, nblocks=nblocks, deltas=deltas)
+        require_numbers(batches, queries, nblocks, deltas, max_context, page_size)
         self.shapes = tuple(dict.fromkeys((b, q) for q in queries for b in batches if b % q == 0))
         self.rank = rank if rank is not None else MlaPreRank(batches, device=device, w_uk=w_uk)
         _require_rank(self.rank, batches, w_uk, device, combine)
@@ -158,8 +158,13 @@ class PreparedMlaPre:
         Raises NotPrepared for a (B, q), a number of blocks or a delta that was not prepared; ConfigError, once a layout
         of the tensors, for one that is not served.
         """
-        rows = prefix.shape[0]
-        metadata = self._metadata(out, cache, block_table, lengths, totals, rows, q)
+        try:
+            rows = prefix.shape[0]
+            metadata = self._metadata(out, cache, block_table, lengths, totals, rows, q)
+        except (AttributeError, IndexError):
+            given = {"prefix": prefix, "out": out, "cache": cache, "block_table": block_table, "lengths": lengths}
+            require("run", tensor_problems({"totals": totals}, **given))
+            raise
         self.project(prefix, blocks=blocks, delta=delta, cache=cache, slots=slots, nblocks=nblocks)
         self._attend(out, cache, *metadata, rows, q)
 
@@ -174,20 +179,30 @@ class PreparedMlaPre:
         nblocks: int | None = None,
     ) -> None:
         """The mla_pre part of `run`: query and gate into the rank's buffers, entries into the cache."""
-        rows, count = prefix.shape[0], blocks.shape[1] if nblocks is None else nblocks
-        shape = (rows, count, delta is not None)
-        key = self._keys.get(shape)
-        if key is None or self._place is None:
-            raise self._refusal(rows, count, delta is not None)
-        layout = (shape, _layout(prefix), None if delta is None else _layout(delta), _layout(blocks), _layout(slots))
-        second = 0 if delta is None else delta.data_ptr()
-        first, third, fourth = prefix.data_ptr(), blocks.data_ptr(), slots.data_ptr()
-        if (
-            layout not in self._layouts
-            or (first | second | third) & 15
-            or (cache is not self._kv() and _place(cache) != self._place)
-        ):
-            self._admit(layout, key, prefix, delta, blocks, cache, slots)
+        try:
+            rows, count = prefix.shape[0], blocks.shape[1] if nblocks is None else nblocks
+            shape = (rows, count, delta is not None)
+            key = self._keys.get(shape)
+            if key is None or self._place is None:
+                raise self._refusal(rows, count, delta is not None)
+            layout = (
+                shape,
+                _layout(prefix),
+                None if delta is None else _layout(delta),
+                _layout(blocks),
+                _layout(slots),
+            )
+            second = 0 if delta is None else delta.data_ptr()
+            first, third, fourth = prefix.data_ptr(), blocks.data_ptr(), slots.data_ptr()
+            if (
+                layout not in self._layouts
+                or (first | second | third) & 15
+                or (cache is not self._kv() and _place(cache) != self._place)
+            ):
+                self._admit(layout, key, prefix, delta, blocks, cache, slots)
+        except (AttributeError, IndexError):
+            require("run", tensor_problems({"delta": delta}, prefix=prefix, blocks=blocks, cache=cache, slots=slots))
+            raise
         rank = self.rank
         if rank.per_run:
             rank.begin_step()
@@ -222,14 +237,7 @@ class PreparedMlaPre:
         self._attend(out, cache, *self._metadata(out, cache, block_table, lengths, totals, rows, q), rows, q)
 
     def _metadata(
-        self,
-        out: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        lengths: Tensor,
-        totals: Tensor | None,
-        rows: int,
-        q: int,
+        self, out: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, totals: Tensor | None, rows: int, q: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(block_table, lengths, totals) of R requests, checked together with `out` and `cache`."""
         if (rows, q) not in self.shapes or self.decode is None:
@@ -248,14 +256,7 @@ class PreparedMlaPre:
         return block_table, lengths, totals
 
     def _attend(
-        self,
-        out: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        lengths: Tensor,
-        totals: Tensor | None,
-        rows: int,
-        q: int,
+        self, out: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, totals: Tensor | None, rows: int, q: int
     ) -> None:
         assert self.decode is not None
         requests, rank = rows // q, self.rank
@@ -411,6 +412,8 @@ class PreparedMlaPre:
 
 
 def _require_rank(rank: MlaPreRank, batches: tuple[int, ...], w_uk: str, device: torch.device, combine: Any) -> None:
+    if not isinstance(rank, MlaPreRank):
+        raise ConfigError(f"rank is {type(rank).__name__}, must be None or an MlaPreRank")
     bad = [f"the rank serves widths {rank.widths}, not {b}" for b in batches if b not in rank.widths]
     if rank.w_uk != w_uk:
         bad.append(f"the rank was made for w_uk={rank.w_uk!r}, the layer has {w_uk!r}")

@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from k3dsl.amd.checks import each
 from k3dsl.amd.health import Health, decode_health
 from k3dsl.amd.layer import builds
 from k3dsl.amd.mla_pre.key import ENTRY, GATE, HEALTH_WORDS, PEER_HEAD, TAG_SLOTS, scratch_bytes
@@ -44,6 +45,7 @@ class MlaPreRank:
         per_run: bool = True,
     ) -> None:
         guard("allocating a rank's buffers")
+        (widths,) = each(widths=widths)
         self.widths = tuple(sorted(set(widths)))
         keys = builds(self.widths, ranks=ranks, w_uk=w_uk, deltas=(True, False))
         bad = [] if keys else ["widths is empty"]

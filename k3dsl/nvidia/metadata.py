@@ -1,8 +1,11 @@
 """Request metadata of a step, and the split count of cores that take one from the host."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from k3dsl.checks import metadata_problems, require
 from k3dsl.errors import ConfigError
 from k3dsl.preparing import device_index
 
@@ -18,6 +21,7 @@ def pad_requests(
     rows = min(block_table.shape[0], lengths.shape[0])
     if rows >= batch:
         return block_table, lengths, totals
+    require("run", metadata_problems(block_table=block_table, lengths=lengths, totals=totals))
     more = batch - rows
     table = torch.cat([block_table[:rows], block_table.new_zeros(more, block_table.shape[1])])
     padded = [
@@ -25,6 +29,23 @@ def pad_requests(
     ]
     assert padded[0] is not None
     return table, padded[0], padded[1]
+
+
+def parity_problems(parity: Any) -> list[str]:
+    """Why that is no parity of a layer; empty if it is."""
+    if type(parity) is int and parity in (0, 1):
+        return []
+    return [f"parity={parity!r} must be 0 or 1: the layer's ordinal among MLA layers modulo 2"]
+
+
+def table_problems(step: Any, table: Tensor) -> list[str]:
+    """Why a core cannot read tables of that width; empty if it can. step: has `entries`."""
+    if table.shape[1] % step.entries:
+        return [
+            f"block_table has {table.shape[1]} entries a row, must be a multiple of {step.entries}: the core reads the "
+            "table by tiles of 128 keys (what is beyond a request's pages may be any page)"
+        ]
+    return []
 
 
 def fill_splits(batch: int, device: "torch.device | str | int | None" = None) -> int:

@@ -7,13 +7,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from k3dsl.checks import cache_problems, kv_format_of, not_prepared, require, step_problems
+from k3dsl.checks import cache_problems, kv_format_of, not_prepared, require, step_problems, tensor_problems
 from k3dsl.deployment import Deployment
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia.core import SERVED, choose, hopper, tokenspeed
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
-from k3dsl.nvidia.metadata import pad_requests
+from k3dsl.nvidia.metadata import pad_requests, parity_problems, table_problems
 from k3dsl.nvidia.query import ELEMENT, ENTRY, LATENT, MAX_ROWS
 from k3dsl.nvidia.runtime import Runtime, Workspace, runtime_of
 from k3dsl.nvidia.stages import HopperCore, MlaQuery, MlaValue
@@ -173,23 +173,37 @@ class PreparedMla:
         Metadata of fewer than R requests is padded with empty ones, which give zeros. Raises NotPrepared for a (B, q)
         that is not in `shapes`, and ConfigError, once a layout of the tensors, for one that the kernels do not take.
         """
-        step = self._steps.get((projected.shape[0], q))
-        if step is None:
-            raise self._refusal(projected.shape[0], q)
-        if lengths.shape[0] < step.requests or block_table.shape[0] < step.requests:
-            block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
-        layout = (
-            *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
-            *(out.dtype, out.get_device(), out.shape, out.stride()),
-            *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
-            *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
-            *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
-        )
-        strides = self._layouts.get(layout)
-        source, target = projected.data_ptr(), out.data_ptr()
-        if strides is None or source & 15 or target & 3 or (cache is not self._kv() and place(cache) != self._place):
-            strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
-        pitch, table_stride = strides
+        try:
+            step = self._steps.get((projected.shape[0], q))
+            if step is None:
+                raise self._refusal(projected.shape[0], q)
+            if lengths.shape[0] < step.requests or block_table.shape[0] < step.requests:
+                block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
+            layout = (
+                *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
+                *(out.dtype, out.get_device(), out.shape, out.stride()),
+                *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
+                *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
+                *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
+            )
+            strides = self._layouts.get(layout)
+            source, target = projected.data_ptr(), out.data_ptr()
+            if (
+                strides is None
+                or source & 15
+                or target & 3
+                or (cache is not self._kv() and place(cache) != self._place)
+            ):
+                strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
+            pitch, table_stride = strides
+        except (AttributeError, IndexError):
+            require(
+                "run",
+                tensor_problems(
+                    projected=projected, out=out, cache=cache, slots=slots, block_table=block_table, lengths=lengths
+                ),
+            )
+            raise
         keys = lengths.data_ptr()
         step.query.bind(source, slots.data_ptr(), pitch)
         if isinstance(step.core, TrtllmCore):
@@ -463,21 +477,6 @@ class PreparedMla:
                 f"cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared ({bound}): call "
                 "prepare_cache(kv_cache) when the cache moves"
             )
-
-
-def parity_problems(parity: Any) -> list[str]:
-    if type(parity) is int and parity in (0, 1):
-        return []
-    return [f"parity={parity!r} must be 0 or 1: the layer's ordinal among MLA layers modulo 2"]
-
-
-def table_problems(step: Any, table: Tensor) -> list[str]:
-    if table.shape[1] % step.entries:
-        return [
-            f"block_table has {table.shape[1]} entries a row, must be a multiple of {step.entries}: the core reads the "
-            "table by tiles of 128 keys (what is beyond a request's pages may be any page)"
-        ]
-    return []
 
 
 class _Dummy(NamedTuple):

@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from k3dsl.checks import require, step_problems
+from k3dsl.checks import require, step_problems, tensor_problems
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia import dcp
 from k3dsl.nvidia.core import choose, tokenspeed
@@ -16,8 +16,8 @@ from k3dsl.nvidia.core.hopper_dcp import HopperDcpKey
 from k3dsl.nvidia.dcp_box import DcpBox
 from k3dsl.nvidia.dcp_stages import DcpCore, DcpQuery, DcpValue
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
-from k3dsl.nvidia.metadata import pad_requests
-from k3dsl.nvidia.prepared import PreparedMla, parity_problems, place, table_problems
+from k3dsl.nvidia.metadata import pad_requests, parity_problems, table_problems
+from k3dsl.nvidia.prepared import PreparedMla, place
 from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Workspace
 from k3dsl.nvidia.stages import HopperCore
@@ -117,32 +117,52 @@ class PreparedDcp(PreparedMla):
     ) -> tuple[DcpStep, tuple[Tensor, ...]]:
         """The stages of a step, bound to its tensors; and its metadata, which may have been made here, to be held until
         all is launched."""
-        step = self._steps.get((projected.shape[0], q))
-        if step is None:
-            raise self._refusal(projected.shape[0], q)
-        if totals is None:
-            raise ConfigError("run: totals is needed, int32 [R]: lengths are those of one rank's shard")
-        requests = step.requests
-        if lengths.shape[0] < requests or block_table.shape[0] < requests or totals.shape[0] < requests:
-            n = min(lengths.shape[0], totals.shape[0], block_table.shape[0])
-            block_table, lengths, padded = pad_requests(requests, block_table[:n], lengths[:n], totals[:n])
-            assert padded is not None
-            totals = padded
-        layout = (
-            *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
-            *(out.dtype, out.get_device(), out.shape, out.stride()),
-            *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
-            *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
-            *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
-            *(totals.dtype, totals.get_device(), totals.shape, totals.stride()),
-        )
-        strides = self._layouts.get(layout)
-        source, target = projected.data_ptr(), out.data_ptr()
-        if strides is None or source & 15 or target & 3 or (cache is not self._kv() and place(cache) != self._place):
-            bad = step_problems(self._dims, projected.shape[0], q, self._runtime.torch_device, lengths=totals)
-            require("run", [text.replace("lengths", "totals", 1) for text in bad])
-            strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
-        pitch, table_stride = strides
+        try:
+            step = self._steps.get((projected.shape[0], q))
+            if step is None:
+                raise self._refusal(projected.shape[0], q)
+            if totals is None:
+                raise ConfigError("run: totals is needed, int32 [R]: lengths are those of one rank's shard")
+            requests = step.requests
+            if lengths.shape[0] < requests or block_table.shape[0] < requests or totals.shape[0] < requests:
+                n = min(lengths.shape[0], totals.shape[0], block_table.shape[0])
+                block_table, lengths, padded = pad_requests(requests, block_table[:n], lengths[:n], totals[:n])
+                assert padded is not None
+                totals = padded
+            layout = (
+                *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
+                *(out.dtype, out.get_device(), out.shape, out.stride()),
+                *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
+                *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
+                *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
+                *(totals.dtype, totals.get_device(), totals.shape, totals.stride()),
+            )
+            strides = self._layouts.get(layout)
+            source, target = projected.data_ptr(), out.data_ptr()
+            if (
+                strides is None
+                or source & 15
+                or target & 3
+                or (cache is not self._kv() and place(cache) != self._place)
+            ):
+                bad = step_problems(self._dims, projected.shape[0], q, self._runtime.torch_device, lengths=totals)
+                require("run", [text.replace("lengths", "totals", 1) for text in bad])
+                strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
+            pitch, table_stride = strides
+        except (AttributeError, IndexError):
+            require(
+                "run",
+                tensor_problems(
+                    projected=projected,
+                    out=out,
+                    cache=cache,
+                    slots=slots,
+                    block_table=block_table,
+                    lengths=lengths,
+                    totals=totals,
+                ),
+            )
+            raise
         keys, all_keys = lengths.data_ptr(), totals.data_ptr()
         step.query.bind(source, slots.data_ptr(), pitch)
         self._bind_core(step, block_table.data_ptr(), keys, table_stride, all_keys)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3dsl.checks import metadata_problems, require
 from k3dsl.errors import ConfigError
 from k3dsl.reference.attend import core, core64
 from k3dsl.reference.combine import value, value64
@@ -31,6 +32,7 @@ def pad_metadata(requests: int, block_table: Tensor, lengths: Tensor) -> tuple[T
     rows = min(block_table.shape[0], lengths.shape[0])
     if rows >= requests:
         return block_table, lengths
+    require("run", metadata_problems(block_table=block_table, lengths=lengths))
     return (
         torch.cat([block_table[:rows], block_table.new_zeros(requests - rows, block_table.shape[1])]),
         torch.cat([lengths[:rows], lengths.new_zeros(requests - rows)]),

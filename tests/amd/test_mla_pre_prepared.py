@@ -303,3 +303,29 @@ def test_what_attention_refuses_is_refused_before_the_prefix_has_its_delta(weigh
             before = cache.clone()
     with pytest.raises(ConfigError, match="is not the one that was prepared"):
         layer.attend(out, cache=cache.clone(), block_table=meta["block_table"], lengths=meta["lengths"], rows=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["prefix", "blocks", "out", "cache", "slots", "block_table", "lengths", "totals", "delta"]
+)
+def test_what_is_no_tensor_is_named(weights: MlaPreWeights, name: str) -> None:
+    layer = PreparedMlaPre(weights, batches=(2,), nblocks=(1,), max_context=64)
+    cache, given = cache_with_history(), step(2, 1)
+    layer.prepare_cache(cache)
+    prefix = given["prefix"]
+    before = prefix.clone()
+    whole = {"out": torch.zeros(2, 1536).bfloat16(), "cache": cache, **given, **requests(2, 1, [3, 4]), name: [1]}
+    with pytest.raises(ConfigError, match=f"{name} is list, must be a"):
+        layer.run(**whole)
+    assert torch.equal(prefix, before)
+
+
+def test_shapes_that_cannot_be_are_named(weights: MlaPreWeights) -> None:
+    for changes in ({"batches": 2}, {"queries": None}, {"nblocks": 3}, {"deltas": True}, {"page_size": 0}):
+        ((name, value),) = changes.items()
+        with pytest.raises(ConfigError, match=f"{name}={value} must be"):
+            PreparedMlaPre(weights, **{"batches": (2,), **changes})
+    with pytest.raises(ConfigError, match="rank is int, must be None or an MlaPreRank"):
+        PreparedMlaPre(weights, batches=(2,), rank=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="widths=5 must be a tuple"):
+        MlaPreRank(5)  # type: ignore[arg-type]

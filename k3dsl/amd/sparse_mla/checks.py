@@ -133,11 +133,22 @@ def out_problems(out: Any, tokens: int, heads: int, device: torch.device) -> lis
     ):
         return [f"out is {name(out.dtype)} {tuple(out.shape)}, must be bfloat16 [{tokens}, {heads}, {LATENT} or more]"]
     bad = _rows("out", out)
-    if out.numel() and any(out.shape[d] > 1 and out.stride(d) < LATENT for d in (0, 1)):
+    if out.numel() and _overlap(out):
         bad.append(f"out has strides {out.stride()}: its rows overlap")
     if out.device != device:
         bad.append(f"out is on {out.device}, q on {device}")
     return bad
+
+
+def _overlap(out: Tensor) -> bool:
+    """Whether two rows of `out` may share elements of their first 512."""
+    axes = sorted((out.stride(d), out.shape[d]) for d in (0, 1) if out.shape[d] > 1)
+    end = LATENT  # one past the last element of what the axes so far reach
+    for stride, size in axes:
+        if stride < end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def lse_problems(lse: Any, tokens: int, heads: int, device: torch.device) -> list[str]:
@@ -163,7 +174,7 @@ def problems(
     """Everything that keeps these from being a launch, the device aside; [] if nothing does."""
     bad = option_problems(options or {})
     for what, value, want in (("kv_lora_rank", kv_lora_rank, LATENT), ("qk_rope_head_dim", qk_rope_head_dim, ROPE)):
-        if value != want:
+        if isinstance(value, Tensor) or value != want:
             bad.append(f"{what}={value!r} must be {want}")
     wrong = query_problems(q)
     bad += wrong

@@ -144,7 +144,8 @@ def sparse_mla_problems(
         bad = [where, *bad] if where else bad
     if type(softmax_scale) not in (float, int) or not math.isfinite(softmax_scale):
         bad.append(f"softmax_scale={softmax_scale!r} must be a finite number")
-    return bad
+    flags = {"has_invalid": has_invalid, "return_lse": return_lse}
+    return bad + [f"{what}={value!r} must be a bool" for what, value in flags.items() if type(value) is not bool]
 
 
 def flydsl_sparse_mla_fp8ds_supported(
@@ -192,6 +193,8 @@ def flydsl_sparse_mla_fp8ds_fwd(
         softmax_scale,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
+        has_invalid=has_invalid,
+        return_lse=return_lse,
         out=out,
         runtime=runtime,
         **options,
@@ -208,7 +211,7 @@ def flydsl_sparse_mla_fp8ds_fwd(
     indices = kv_indices.to(torch.int32).contiguous()
     if indices.numel() == 0:
         indices = torch.zeros(1, dtype=torch.int32, device=q.device)  # a pointer that may be followed
-    key = SparseMlaKey(heads, bool(has_invalid), return_lse)
+    key = SparseMlaKey(heads, has_invalid, return_lse)
     where = runtime if runtime is not None else _hip(q.device)
     launcher(key, where, cache).launch(q, kv_buffer, indices, indptr, out, lse, float(softmax_scale))
     return out, lse
