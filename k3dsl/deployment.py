@@ -151,6 +151,8 @@ class Deployment:
         else:
             wrong_dtypes = [d for d in self.epilogues if d not in DTYPES]
             bad += [f"epilogues: {d!r} must be one of {', '.join(DTYPES)}" for d in wrong_dtypes]
+        if self.host not in ("", *HOSTS):
+            bad.append(f"host={self.host!r} must be one of {', '.join(HOSTS)}, or empty for this machine's")
         return bad if self.target == amd.TARGET else bad + self._bad_ranks()
 
     def _bad_ranks(self) -> list[str]:
@@ -168,7 +170,7 @@ class Deployment:
     def _bad_p_dtype(self) -> list[str]:
         served = SERVED.get(self.target)
         allowed: tuple[str, ...] = ("auto",)
-        if served is not None and "hopper" in served.cores and self.kv_format in P_DTYPES:
+        if served is not None and "hopper" in served.cores and self.kv_format in tuple(P_DTYPES):
             allowed += P_DTYPES[self.kv_format]
         if self.p_dtype in allowed:
             return []
@@ -199,8 +201,6 @@ class Deployment:
             bad.append(
                 f"page_size={self.page_size!r} must be one of {', '.join(map(str, served.pages))} on {self.target}"
             )
-        if self.host not in ("", *HOSTS):
-            bad.append(f"host={self.host!r} must be one of {', '.join(HOSTS)}, or empty for this machine's")
         if self.core not in ("auto", *served.cores):
             bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
         return bad + self._bad_dims()

@@ -60,7 +60,7 @@ def _bad_pre(plan: "Deployment") -> list[str]:
     bad = []
     if type(plan.dcp) is not int or plan.dcp not in RANKS:
         bad.append(f"dcp={plan.dcp!r} must be one of {', '.join(map(str, RANKS))} on {TARGET}")
-    if plan.interleave != 1:
+    if type(plan.interleave) is not int or plan.interleave != 1:
         bad.append(f"interleave={plan.interleave!r} must be 1 on {TARGET}: {CORE} places keys round robin")
     if isinstance(plan.batches, tuple):
         wide = [b for b in plan.batches if type(b) is int and b > MAX_TOKENS]
