@@ -67,6 +67,15 @@ def test_warmup_then_warmup_then_plan(capsys, compilers):
     assert set(plan["keys"][0]) == {"digest", "kernel", "params", "target", "present"}
 
 
+def test_a_warmup_says_that_nothing_is_kept(capsys, compilers, monkeypatch):
+    monkeypatch.setenv("K3DSL_CACHE", "off")
+    code, _, err = k3dsl(capsys, "warmup", "--target", "sm_90a", "--batches", "1", "--epilogues", "none")
+    assert (code, "checked and not kept" in err) == (0, True)
+    monkeypatch.delenv("K3DSL_CACHE")
+    code, out, err = k3dsl(capsys, "warmup", "--target", "sm_90a", "--batches", "1", "--epilogues", "none", "--json")
+    assert (code, "kept" in err, json.loads(out)["hit"]) == (0, False, 0)
+
+
 def test_plan_builds_nothing_and_lists_what_is_missing(capsys):
     code, out, _ = k3dsl(capsys, "plan", "--target", "sm_90a", "--batches", "1", "--epilogues", "none")
     assert code == 0

@@ -58,6 +58,8 @@ def warmup(
     from k3dsl.cache import CompileCache
 
     cache = CompileCache()
+    if cache.read_only:
+        err().print("K3DSL_CACHE: what is built here is checked and not kept", markup=False)
     for what in lacking(plans, cache):  # said before minutes of building what can be built
         err().print(what, markup=False)
     try:

@@ -249,7 +249,11 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--virtual", type=int, choices=(2, 4, 8), default=0, help="ranks that take turns on one GPU")
     parser.add_argument("--heads", type=int, choices=(6, 12), default=12, help="heads of a rank")
     parser.add_argument("--interleave", type=int, choices=(1, 16, 64), default=1)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="results, beside those of other numbers of ranks")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help=f"results, beside those of other numbers of ranks; by default {RESULTS.name}, of a dry run none",
+    )
     parser.add_argument("--commit", help="the commit to record, where there is no git history")
     parser.add_argument("--build", action="store_true", help="build the objects that the same call needs, no more")
     parser.add_argument("--quick", action="store_true", help="two small batches, short contexts")
@@ -265,6 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.heads = 1
     else:
         harness.require_gpu()
+        options.json = options.json or RESULTS
     document = Bench(options).run()
     print(table(document))
     return 0 if document["ok"] else 1
