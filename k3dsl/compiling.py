@@ -15,6 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 from k3dsl.cache.entry import Built
@@ -213,3 +216,27 @@ def tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(tuples(item) for item in value)
     return {k: tuples(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def make(maker: str, params: Mapping[str, Any]) -> Any:
+    """The kernel key that "MODULE:CLASS" makes of these params."""
+    module, _, name = maker.partition(":")
+    return getattr(import_module(module), name)(**{field: tuples(value) for field, value in params.items()})
+
+
+def kernel_key_of(makers: Mapping[str, str], kernel: str, params: Mapping[str, Any]) -> Any:
+    """The kernel key of a kernel's name and params. Raises ConfigError where there is none such."""
+    if kernel not in makers:
+        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(makers)}")
+    try:
+        return make(makers[kernel], params)
+    except TypeError as error:
+        raise ConfigError(f"{kernel} has other params than {dict(params)}: {error}") from None
+
+
+def package_folder(package: str) -> Path:
+    """The folder of a top package other than k3dsl that brings kernels of its own."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{package!r} must be a package that can be imported")
+    return Path(spec.submodule_search_locations[0]).resolve()

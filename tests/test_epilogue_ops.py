@@ -162,6 +162,14 @@ def test_nothing_is_loaded_inside_a_capture(device):
     assert device.kernels.asked == []
 
 
+def test_kernels_come_from_the_callers_cache(device):
+    mine = Kernels()
+    ops.prepare_epilogues(epilogue_keys(3)[:2], "cuda:0", cache=mine)
+    ec.make(Case("context", "plain", heads=5)).run(ops)  # one that was not prepared, later
+    assert len(mine.asked) == 3
+    assert device.kernels.asked == []
+
+
 def test_prepared_kernels_are_launched_inside_a_capture(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     case = Case("decode", "fp8")

@@ -33,8 +33,19 @@ from k3dsl.amd.launch import param_problems
 from k3dsl.cache.entry import Built
 from k3dsl.cache.key import CompileKey
 from k3dsl.cache.sources import source_digest
-from k3dsl.compiling import BUILD_SECONDS, COLOUR, ChildCompiler, DiedError, Pool, serve, tail, tuples
-from k3dsl.errors import CompileError, ConfigError, ToolchainError
+from k3dsl.compiling import (
+    BUILD_SECONDS,
+    COLOUR,
+    ChildCompiler,
+    DiedError,
+    Pool,
+    kernel_key_of,
+    make,
+    package_folder,
+    serve,
+    tail,
+)
+from k3dsl.errors import CompileError, ToolchainError
 
 #: What the kernels are written for and, where no compiler is installed, what their objects were built with.
 PINNED: Final = {"flydsl": "0.5.0"}
@@ -103,32 +114,14 @@ def compile_key(key: Any, target: str) -> CompileKey:
     """The CompileKey of a kernel key on a target. Raises ConfigError for a target that there is not."""
     toolchain = facts(target)
     package = key.device_module.partition(".")[0]
-    sources = source_digest(key.device_module, *([] if package == "k3dsl" else [_folder(package)]))
+    sources = source_digest(key.device_module, *([] if package == "k3dsl" else [package_folder(package)]))
     KERNELS.setdefault(key.name, f"{type(key).__module__}:{type(key).__qualname__}")
     return CompileKey(kernel=key.name, params=asdict(key), target=target, toolchain=toolchain, sources=sources)
 
 
 def kernel_key(kernel: str, params: Mapping[str, Any]) -> Any:
     """The kernel key that a CompileKey was made of. Raises ConfigError where there is none such."""
-    if kernel not in KERNELS:
-        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(KERNELS)}")
-    try:
-        return _make(KERNELS[kernel], params)
-    except TypeError as error:
-        raise ConfigError(f"{kernel} has other params than {dict(params)}: {error}") from None
-
-
-def _make(maker: str, params: Mapping[str, Any]) -> Any:
-    module, _, name = maker.partition(":")
-    return getattr(import_module(module), name)(**{field: tuples(value) for field, value in params.items()})
-
-
-def _folder(package: str) -> Path:
-    """The folder of a top package other than k3dsl that brings kernels of its own."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{package!r} must be a package that can be imported")
-    return Path(spec.submodule_search_locations[0]).resolve()
+    return kernel_key_of(KERNELS, kernel, params)
 
 
 def build(key: CompileKey) -> Built:
@@ -235,7 +228,7 @@ def _answer(data: bytes) -> bytes:
 
 
 def _compile(request: _Request) -> _Reply:
-    key = _make(request.maker, request.params)
+    key = make(request.maker, request.params)
     if compile_key(key, request.target).digest != request.digest:
         raise CompileError("the sources or the toolchain have changed since this process started: start it again")
     name = _toolkit()

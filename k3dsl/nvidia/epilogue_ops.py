@@ -246,15 +246,16 @@ _cache: Any = None
 _device_type = "cuda"
 
 
-def use_cache(cache: Any) -> None:
-    """The CompileCache that kernels come from; the user's own cache without this."""
+def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None, *, cache: Any = None) -> None:
+    """Builds or fetches and loads `keys` (of `epilogue_keys`) for `device`, so that their calls may be captured.
+
+    cache: the CompileCache that kernels come from, these and later ones; by default the user's. Raises what its
+    `get_or_build` does, CacheMiss where it is sealed.
+    """
     global _cache
-    with _lock:
-        _cache = cache
-
-
-def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None) -> None:
-    """Builds or fetches and loads `keys` (of `epilogue_keys`) for `device`, so that their calls may be captured."""
+    if cache is not None:
+        with _lock:
+            _cache = cache
     index = torch.device("cuda" if device is None else device).index
     index = torch.cuda.current_device() if index is None else index
     for key in keys:
