@@ -116,7 +116,8 @@ class CompileCache:
 
         folder = self._home.writable()
         root = str(folder.root) if folder is not None else None
-        with Flight(root, key.digest, timeout=self.lock_timeout, ready=ready, trust=self._home.trust) as flight:
+        where = str(self.root)  # not `root`: a folder that turns out unwritable meanwhile must not part the threads
+        with Flight(where, root, key.digest, timeout=self.lock_timeout, ready=ready, trust=self.trust) as flight:
             if flight.outcome == "timeout":
                 self._counts.add("lock_timeout")
                 self._notices.say(

@@ -39,15 +39,18 @@ _gates_guard = threading.Lock()
 class Flight:
     """Entered by one thread of one process at a time, for one digest, at most `timeout` seconds after asking.
 
+    where    which cache it is: threads wait for each other by it, also where there is no folder to lock in
+    root     the folder whose locks keep other processes out; None where there is none
     outcome  "locked": the lock is held; "ready": `ready()` turned true meanwhile; "timeout"; or "unlocked": there are
              no locks here, `error` says why
     """
 
     def __init__(
-        self, root: str | None, digest: str, *, timeout: float, ready: Callable[[], bool], trust: Trust
+        self, where: str, root: str | None, digest: str, *, timeout: float, ready: Callable[[], bool], trust: Trust
     ) -> None:
         self.outcome = ""
         self.error: OSError | None = None
+        self._where = where
         self._root = root
         self._digest = digest
         self._deadline = time.monotonic() + timeout
@@ -58,7 +61,7 @@ class Flight:
 
     def __enter__(self) -> "Flight":
         with _gates_guard:
-            gate = _gates.setdefault((self._root or "", self._digest), _Gate())
+            gate = _gates.setdefault((self._where, self._digest), _Gate())
         try:
             if not gate.lock.acquire(timeout=max(self._deadline - time.monotonic(), 0)):
                 self.outcome = "timeout"

@@ -5,6 +5,7 @@ Nothing that is wrong with it may stop a run. What is wrong is said once, and th
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -45,20 +46,27 @@ class Home:
             self.folder = folder if self._believed(folder) else None
         self.writes = self.folder is not None and not read_only
         self._prepared = False
+        self._preparing = threading.Lock()
 
     def writable(self) -> Folder | None:
         """The folder, made if it was not there; None where nothing may or can be stored."""
-        if self.writes and not self._prepared and self.folder is not None:
-            self._prepared = True
-            try:
-                self.folder.create()
-            except OSError as error:
-                self.note_write(error)
-                self.writes = False
-            # Whoever was faster in making it must be somebody whom we believe.
-            if not self._believed(self.folder):
-                self.folder, self.writes = None, False
+        if self.writes and not self._prepared:
+            with self._preparing:  # a thread that comes second waits for what the first finds out
+                self._prepare()
         return self.folder if self.writes else None
+
+    def _prepare(self) -> None:
+        if self._prepared or self.folder is None:
+            return
+        try:
+            self.folder.create()
+        except OSError as error:
+            self.note_write(error)
+            self.writes = False
+        # Whoever was faster in making it must be somebody whom we believe.
+        if not self._believed(self.folder):
+            self.folder, self.writes = None, False
+        self._prepared = True
 
     def write(self, action: Callable[[Folder], None]) -> bool:
         """Does `action` on the folder; whether that worked. What goes wrong is said once."""

@@ -19,6 +19,7 @@ from cache_tools import Builder, make_key, payload_of
 
 from k3dsl.cache import Built, CompileCache, store
 from k3dsl.cache.lock import Lock
+from k3dsl.cache.store import Folder
 
 Fresh = Callable[..., CompileCache]
 
@@ -84,6 +85,33 @@ def test_threads_build_each_key_once(cache: CompileCache) -> None:
             found = list(pool.map(shared.get_or_build, [make_key()] * 8, [slow] * 8))
         assert build.calls == 1
         assert len({id(entry) for entry in found}) == 1
+
+
+def test_threads_agree_that_a_folder_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, fresh: Fresh, build: Builder
+) -> None:
+    """A thread that comes while another still tries to make the folder waits for the outcome, and for the build."""
+    entered = threading.Event()
+
+    def create(self: Folder) -> None:
+        entered.set()
+        time.sleep(0.1)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(Folder, "create", create)
+    cache = fresh()
+
+    def slow(key: Any) -> Built:
+        time.sleep(0.1)
+        return build(key)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.get_or_build, make_key(), slow)
+        entered.wait(10)
+        second = pool.submit(cache.get_or_build, make_key(), slow)
+        assert first.result(10) is second.result(10)
+    assert build.calls == 1
+    assert cache.stats()["write_failed"] == 1
 
 
 def test_different_keys_do_not_wait_for_each_other(cache: CompileCache, fresh: Fresh, build: Builder) -> None:
