@@ -8,7 +8,7 @@ from k3dsl.nvidia.core import hopper
 
 def merged(
     key: hopper.HopperKey,
-    partial: Tensor,  # float32 [blocks * slots * block * 512]
+    partial: Tensor,  # [blocks * slots * block * 512], f16 for FP8, float32 for BF16
     stats: Tensor,  # float32 [blocks * block * slots * 2]
     lengths: list[int],
     *,
@@ -30,6 +30,8 @@ def merged(
         m, total = stats[: key.columns, first + r : last + r + 1].double().unbind(-1)
         top = m.amax(1, keepdim=True)
         weight = torch.exp2(m - top)
+        if key.partial == "f16":  # of O / l
+            o = o * total[..., None]
         total = (weight * total).sum(1)
         seen = total != 0
         out[r, seen] = (weight[..., None] * o).sum(1)[seen] / total[seen, None] * out_scale

@@ -42,6 +42,7 @@ VARIED = {
         "slice": (replace(BASE, batches=(1,)), BASE),
         "groups": (replace(BASE, batches=(1,)), BASE),
         "batch": (replace(BASE, batches=(1,)), BASE),
+        "partial": (BASE, replace(BASE, kv_format="bf16")),
     },
     "mla_epilogue": {
         "op": (BASE, NO_EPILOGUES),

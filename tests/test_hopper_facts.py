@@ -30,7 +30,7 @@ def every_key():
 @pytest.mark.parametrize(
     ("heads", "q", "blocks", "block", "n"),
     [
-        (12, 1, 1, 12, 16), (12, 2, 1, 24, 24), (12, 3, 1, 36, 48), (12, 4, 1, 48, 48), (12, 5, 2, 30, 32),
+        (12, 1, 1, 12, 16), (12, 2, 1, 24, 24), (12, 3, 1, 36, 48), (12, 4, 1, 48, 48), (12, 5, 2, 30, 48),
         (12, 8, 2, 48, 48), (6, 1, 1, 6, 8), (6, 8, 1, 48, 48), (96, 1, 2, 48, 48), (96, 8, 16, 48, 48),
         (1, 1, 1, 1, 8),
     ],
@@ -38,9 +38,9 @@ def every_key():
 def test_columns(heads, q, blocks, block, n):
     key = hopper.choose(heads=heads, q=q, page=64, kv="fp8")
     assert (key.columns, key.blocks, key.block, key.n) == (heads * q, blocks, block, n)
-    assert (key.apart, key.groups, key.halves) == ((True, 4, 2) if n >= 32 else (False, 2, 1))
+    assert (key.apart, key.groups, key.halves) == ((True, 4, 1) if n >= 32 else (False, 2, 1))
     wide = hopper.choose(heads=heads, q=q, page=64, kv="bf16")
-    assert (wide.apart, wide.groups, wide.halves) == (False, 2, key.halves)
+    assert (wide.apart, wide.groups, wide.halves) == (False, 2, 2 if n >= 32 else 1)
 
 
 @given(heads=st.integers(1, 128), q=st.integers(1, 8))
@@ -109,11 +109,13 @@ def test_smem_areas_follow_each_other():
     for key in every_key():
         lay = hopper.smem(key)
         exchange = 8 * key.n * 4
-        starts = [0, lay.query, lay.p, lay.peaks, lay.sums, lay.factors, lay.split, lay.bytes, lay.total]
+        starts = [
+            0, lay.query, lay.p, lay.peaks, lay.sums, lay.factors, lay.m, lay.inverse, lay.split, lay.bytes, lay.total,
+        ]  # fmt: skip
         sizes = [
             lay.stages * lay.tile_bytes, lay.queries * lay.query_bytes, 4 * lay.p_bytes, exchange, exchange,
-            4 * (4 * key.n + 8) if key.apart else 4 * key.n,
-            2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries + (4 if key.apart else 0)),
+            4 * (4 * key.n + 8) if key.apart else 4 * key.n, *(4 * key.n if key.apart else 0 for _ in range(2)),
+            2 * hopper.MAX_REQUESTS * 4, 16 * (lay.stages + lay.queries + (5 if key.apart else 0)),
         ]  # fmt: skip
         assert all(b - a == size for (a, b), size in zip(pairwise(starts), sizes, strict=True))
         # Boxes start at whole swizzle atoms of 8 rows, barriers at multiples of 8.
@@ -214,9 +216,11 @@ def test_sm_count(count):
 
 def test_workspace():
     key = hopper.choose(heads=12, q=1, page=64, kv="fp8")
-    assert hopper.workspace(key, requests=4, sm_count=H200) == hopper.Workspace(136, 136 * 12 * 2048, 136 * 12 * 8)
+    assert hopper.workspace(key, requests=4, sm_count=H200) == hopper.Workspace(136, 136 * 12 * 1024, 136 * 12 * 8)
     key = hopper.choose(heads=96, q=1, page=64, kv="fp8")
-    assert hopper.workspace(key, requests=4, sm_count=H200) == hopper.Workspace(70, 70 * 96 * 2048, 70 * 96 * 8)
+    assert hopper.workspace(key, requests=4, sm_count=H200) == hopper.Workspace(70, 70 * 96 * 1024, 70 * 96 * 8)
+    key = hopper.choose(heads=12, q=1, page=64, kv="bf16")
+    assert hopper.workspace(key, requests=4, sm_count=H200) == hopper.Workspace(136, 136 * 12 * 2048, 136 * 12 * 8)
 
 
 def test_merge_has_more_ctas_where_there_is_little_to_merge():

@@ -269,25 +269,28 @@ class Warp(Cta):
         bytes_ = self.one(operands[2]) if op[2] == "expect_tx" else 0
         self.block.arrive(self.place(operands[1]), bytes_)
 
-    def rendezvous(self, which: int, threads: int, vote: bool = False) -> bool | None:
-        """Arrives at a named barrier; None until it is complete, then the vote."""
+    def rendezvous(self, which: int, threads: int, vote: bool = False, *, stay: bool = True) -> bool | None:
+        """Arrives at a named barrier; None until it is complete, then the vote. stay: whether the warp waits for it."""
         waiting, results = self.block.named.setdefault(which, ({}, {}))
-        if self.index in results:
+        if stay and self.index in results:
             return results.pop(self.index)
-        waiting[self.index] = vote
+        assert stay or self.index not in waiting, "a warp arrives for the next round before this one is complete"
+        waiting[self.index] = vote, stay
         if 32 * len(waiting) < threads:
             return None
         assert 32 * len(waiting) == threads, "barrier of another size"
-        results.update(dict.fromkeys(waiting, any(waiting.values())))
+        outcome = any(vote for vote, _ in waiting.values())
+        results.update({index: outcome for index, (_, stay) in waiting.items() if stay})
         waiting.clear()
-        return results.pop(self.index)
+        return results.pop(self.index, None)
 
     def op_bar(self, op, operands):
         assert self.active.all(), "a barrier in a divergent warp"
         if op[1] == "warp":
             return
         threads = int(operands[1]) if len(operands) > 1 else self.size
-        if self.rendezvous(self.one(operands[0]), threads) is None:
+        stay = op[1] != "arrive"
+        if self.rendezvous(self.one(operands[0]), threads, stay=stay) is None and stay:
             self.blocked = operands
 
     def op_barrier(self, op, operands):

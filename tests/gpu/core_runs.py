@@ -124,11 +124,16 @@ class Run:
         assert self.after_lse.isnan().all()
         return self.out.clone(), self.lse.clone()
 
+    def partials(self) -> torch.Tensor:
+        """What the core of the last launch left, in the type that it left it in."""
+        kind = {"f16": torch.float16, "f32": torch.float32}[self.key.partial]
+        return self.workspace.partial.view(kind)[: self.sizes.partial // kind.itemsize]
+
     def unrounded(self) -> torch.Tensor:
         """float64 [R, q, H, 512]: the partials of the last launch merged here, by the host's cut and no rounding."""
         out, _ = merged(
             self.key,
-            self.workspace.partial[: self.sizes.partial // 4],
+            self.partials(),
             self.workspace.stats[: self.sizes.stats // 4],
             self.given.lengths.tolist(),
             sm_count=self.sm_count,

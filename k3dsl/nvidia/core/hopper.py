@@ -1,6 +1,6 @@
 """Host facts of the `hopper` attention core and of its merge: keys, shapes, work split, launches.
 
-The core attends q tokens of each request to a paged latent cache and leaves float32 partials; the merge weighs them
+The core attends q tokens of each request to a paged latent cache and leaves partials; the merge weighs them
 into the output. A query column is one (token, head): column c of a request is head c % heads of token c // heads, which
 sees the keys below length - (q - 1) + token. The device code is kernels/hopper.py and kernels/merge.py; docs/hopper.md
 says who owns what.
@@ -20,6 +20,8 @@ PAGES: Final = (32, 64, 128)
 KV: Final = ("fp8", "bf16")
 #: Types of P by cache; the first is the default.
 P_DTYPES: Final = {"fp8": ("f16", "e4m3"), "bf16": ("bf16",)}
+#: Types of the partials and their bytes.
+PARTIALS: Final = {"f16": 2, "f32": 4}
 TARGETS: Final = ("sm_90a",)
 MAX_Q: Final = 8
 MAX_HEADS: Final = 128
@@ -31,8 +33,8 @@ MAX_COLUMNS: Final = 48
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
 SINGLE_TILES: Final = 32
-#: From here on two warpgroups share the scores of a tile, half of the columns each (docs/hopper.md).
-HALVED_COLUMNS: Final = 32
+#: From here on more warpgroups or other shares do the work on a tile (docs/hopper.md).
+WIDE_COLUMNS: Final = 32
 #: Tiles of P that shared memory holds.
 PARTS_OF_P: Final = 4
 SMEM: Final = 232448  # bytes of shared memory that a CTA may have on sm_90
@@ -59,7 +61,7 @@ class HopperKey:
             *(Param(name, "tmap") for name in maps),
             Param("lengths", "ptr"),  # int32 [requests]; 0 or less: nothing to attend to
             Param("table", "ptr"),  # int32 [requests, >= ceil(length / page)], row stride table_stride
-            Param("partial", "ptr"),  # float32, workspace(...).partial bytes, 16-byte aligned
+            Param("partial", "ptr"),  # workspace(...).partial bytes, 16-byte aligned
             Param("stats", "ptr"),  # float32, workspace(...).stats bytes, 16-byte aligned
             Param("table_stride", "i32"),  # entries
             Param("requests", "i32"),
@@ -84,13 +86,20 @@ class HopperKey:
         return -(-self.columns // self.blocks)
 
     @property
+    def wide(self) -> bool:
+        """Whether there are so many columns that warpgroups share a tile's work otherwise: see `halves`, `apart`."""
+        return -(-self.block // 8) * 8 >= WIDE_COLUMNS
+
+    @property
     def halves(self) -> int:
-        """Parts that the columns of a tile's scores are in, one for a warpgroup."""
-        return 2 if -(-self.block // 8) * 8 >= HALVED_COLUMNS else 1
+        """Parts that the columns of a tile's scores are in, one for a warpgroup (BF16, many columns)."""
+        return 2 if self.kv == "bf16" and self.wide else 1
 
     @property
     def n(self) -> int:
         """N of PV's wgmmas; that of QK's is n // halves."""
+        if self.apart:  # one N, so one share of the registers to find: no other of them compiles without spills
+            return MAX_COLUMNS
         return -(-self.block // (8 * self.halves)) * 8 * self.halves
 
     @property
@@ -99,12 +108,22 @@ class HopperKey:
         return 1 if self.kv == "fp8" else 2
 
     @property
+    def partial(self) -> str:
+        """Type of the partials: for FP8 f16 of O / l, at most 448; for BF16, whose values have any size, f32 of O."""
+        return "f16" if self.kv == "fp8" else "f32"
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of an element of a partial."""
+        return PARTIALS[self.partial]
+
+    @property
     def apart(self) -> bool:
         """Whether S and P have warpgroups of their own, two, beside the two that accumulate O (FP8, many columns).
 
         Else the same two do both in turn.
         """
-        return self.kv == "fp8" and self.halves == 2
+        return self.kv == "fp8" and self.wide
 
     @property
     def step(self) -> int:
@@ -116,9 +135,10 @@ class HopperKey:
 
     @property
     def alone(self) -> bool:
-        """Whether each warpgroup works out all scores for itself, and so need not wait for the other.
+        """Whether a warpgroup works out all scores of a tile for itself, and so need not wait for the other.
 
-        A BF16 tile takes so long to arrive that this is affordable with few columns.
+        A BF16 tile takes so long to arrive that both can do all tiles where there are few columns. If S and O are
+        apart, each does every second tile.
         """
         return self.step * self.halves == 1
 
@@ -126,6 +146,11 @@ class HopperKey:
     def groups(self) -> int:
         """Consumer warpgroups."""
         return 4 if self.apart else 2
+
+    @property
+    def readers(self) -> int:
+        """Consumer warpgroups that read a tile."""
+        return 3 if self.apart else 2
 
     @property
     def threads(self) -> int:
@@ -147,10 +172,12 @@ class Smem:
     peaks: int
     sums: int
     factors: int
+    m: int
+    inverse: int
     split: int
     bytes: int
     #: Barriers follow at `bytes`, 8 bytes each: stages full, stages empty, queries full, queries empty, and if S and O
-    #: are apart P full and P empty.
+    #: are apart P full, P empty, l full and l empty.
     total: int
 
 
@@ -160,7 +187,7 @@ def smem(key: HopperKey) -> Smem:
     query_bytes = -(-key.n * ENTRY * key.element // 1024) * 1024  # boxes start at whole swizzle atoms
     p_bytes = -(-key.n * TILE * (1 if key.p == "e4m3" else 2) // 1024) * 1024
     exchange = 8 * key.n * 4  # a row a warp, or a row of two that have half of the columns each
-    factors_bytes = PARTS_OF_P * (key.n * 4 + 8) if key.apart else key.n * 4  # a factor a column; a flag each half
+    factors_bytes = PARTS_OF_P * (key.n * 4 + 8) if key.apart else key.n * 4  # a factor a column; a flag
     for stages in (5, 4, 3, 2):
         for queries in (2, 1):
             query = stages * tile_bytes
@@ -168,9 +195,11 @@ def smem(key: HopperKey) -> Smem:
             peaks = p + PARTS_OF_P * p_bytes
             sums = peaks + exchange
             factors = sums + exchange
-            split = factors + factors_bytes
+            m = factors + factors_bytes
+            inverse = m + (key.n * 4 if key.apart else 0)  # m of each column, from tile to tile
+            split = inverse + (key.n * 4 if key.apart else 0)  # 1 / l of each column
             size = split + 2 * MAX_REQUESTS * 4
-            total = size + 8 * 2 * (stages + queries + (PARTS_OF_P if key.apart else 0))
+            total = size + 8 * 2 * (stages + queries + (PARTS_OF_P + 1 if key.apart else 0))
             if total <= SMEM:
                 return Smem(
                     stages,
@@ -183,6 +212,8 @@ def smem(key: HopperKey) -> Smem:
                     peaks,
                     sums,
                     factors,
+                    m,
+                    inverse,
                     split,
                     bytes=size,
                     total=total,
@@ -273,7 +304,7 @@ class Workspace:
     """Bytes that a launch writes and its merge reads. Nothing needs to be cleared."""
 
     slots: int
-    partial: int  # float32 [blocks][slots][block][512]
+    partial: int  # [blocks][slots][block][512], of the key's type
     stats: int  # float32 [blocks * block][slots][2]: (m, l) with l = sum of 2^(score - m)
 
 
@@ -281,7 +312,7 @@ def workspace(key: HopperKey, *, requests: int, sm_count: int) -> Workspace:
     """The workspace of a launch over `requests` requests."""
     slots = splits(key, sm_count) + requests
     columns = key.blocks * key.block
-    return Workspace(slots, columns * slots * LATENT * 4, columns * slots * 8)
+    return Workspace(slots, columns * slots * LATENT * key.partial_bytes, columns * slots * 8)
 
 
 def geometry(key: HopperKey, *, requests: int, sm_count: int) -> Launch:
@@ -327,13 +358,14 @@ def _maps(key: HopperKey, name: str, dims: Any, strides: Any, box: Any) -> dict[
 
 @dataclass(frozen=True)
 class MergeKey:
-    """What reaches codegen: columns of a block, latents of a CTA, groups of warps that share the splits, and how many
-    partials a thread has in flight."""
+    """What reaches codegen: columns of a block, latents of a CTA, groups of warps that share the splits, how many
+    partials a thread has in flight, and their type."""
 
     block: int
     slice: int = 512
     groups: int = 1
     batch: int = 8
+    partial: str = "f16"
 
     name: ClassVar[str] = "mla_merge"
     device_module: ClassVar[str] = "k3dsl.nvidia.kernels.merge"
@@ -371,13 +403,16 @@ def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
     """
     pairs = requests * key.columns
     if pairs <= 24:
-        return MergeKey(key.block, slice=128, groups=8, batch=17)
-    if pairs <= 64:
-        return MergeKey(key.block, slice=128, groups=4, batch=17)
-    if pairs <= 256:
-        few = requests < 8  # so a request has many splits
-        return MergeKey(key.block, slice=256, groups=2 if few else 1, batch=17 if few else 8)
-    return MergeKey(key.block, slice=512, groups=1, batch=8)
+        shape = {"slice": 128, "groups": 8, "batch": 17}
+    elif pairs <= 64:
+        shape = {"slice": 128, "groups": 4, "batch": 17}
+    elif pairs <= 256 and requests < 8:  # so a request has many splits
+        shape = {"slice": 256, "groups": 2, "batch": 17}
+    elif pairs <= 256:
+        shape = {"slice": 256, "groups": 1, "batch": 8}
+    else:
+        shape = {"slice": 512, "groups": 1, "batch": 8}
+    return MergeKey(key.block, partial=key.partial, **shape)
 
 
 def merge_supports(key: MergeKey, target: str) -> list[str]:
@@ -391,6 +426,8 @@ def merge_supports(key: MergeKey, target: str) -> list[str]:
         bad.append(f"groups={key.groups!r} must be from 1 to {31 * 128 // key.slice}")
     if not 1 <= key.batch <= 32:
         bad.append(f"batch={key.batch!r} must be from 1 to 32")
+    if key.partial not in PARTIALS:
+        bad.append(f"partial={key.partial!r} must be one of {', '.join(PARTIALS)}")
     if target not in TARGETS:
         bad.append(f"target={target!r} must be one of {', '.join(TARGETS)}")
     return bad

@@ -125,17 +125,21 @@ class Core(Together, Apart):
         if cutlass.const_expr(self.key.apart):
             p_full = smem_.allocate_array(Int64, PARTS_OF_P)
             p_empty = smem_.allocate_array(Int64, PARTS_OF_P)
+            l_full = smem_.allocate_array(Int64, 1)
+            l_empty = smem_.allocate_array(Int64, 1)
         if tid == 0:
             for i in cutlass.range_constexpr(lay.stages):
                 cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 4 * self.key.groups)
+                cute.arch.mbarrier_init(empty + i, 4 * self.key.readers)
             for i in cutlass.range_constexpr(lay.queries):
                 cute.arch.mbarrier_init(query_full + i, 1)
                 cute.arch.mbarrier_init(query_empty + i, 8)
             if cutlass.const_expr(self.key.apart):
                 for i in cutlass.range_constexpr(PARTS_OF_P):
-                    cute.arch.mbarrier_init(p_full + i, 8)
+                    cute.arch.mbarrier_init(p_full + i, 4)
                     cute.arch.mbarrier_init(p_empty + i, 8)
+                cute.arch.mbarrier_init(l_full, 1)
+                cute.arch.mbarrier_init(l_empty, 8)
             cute.arch.mbarrier_init_fence()
         work = cut.split(loaded, requests, splits)
         if warp == 0:
@@ -159,12 +163,14 @@ class Core(Together, Apart):
         elif group < 2:
             cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
             self.score(
-                stats, full, empty, query_full, query_empty, p_full, p_empty, base, group, lane, work, cta, slots,
-                scale_log2,
+                stats, full, empty, query_full, query_empty, p_full, p_empty, l_full, l_empty, base, group, lane, work,
+                cta, slots, scale_log2,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(VALUE_REGISTERS)
-            self.value(partial, full, empty, p_full, p_empty, base, warp, group - 2, lane, work, cta, slots)
+            self.value(
+                partial, full, empty, p_full, p_empty, l_full, l_empty, base, warp, group - 2, lane, work, cta, slots
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ loaders
 

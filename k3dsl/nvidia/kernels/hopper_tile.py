@@ -22,9 +22,7 @@ P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0}
 UNSEEN = -1.0e30
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
-#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow. With four warpgroups it is one, in a
-#: loop: unrolled, ptxas puts the additions off and takes registers for all of them. The wgmmas of the other warpgroups
-#: fill the gaps.
+#: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
 CHAINS = {8: 5, 16: 5, 24: 3}
 
 
@@ -42,6 +40,14 @@ def put_at(registers, at, values):
     """The same from element `at` on."""
     for x, value in enumerate(values):
         registers[at + x] = value
+
+
+def sum_of(values):
+    """Their sum, from the first to the last."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def lane_of(thread):
@@ -104,6 +110,27 @@ class Tile:
             result = land(result)
         return result
 
+    @cute.jit
+    def scores_in_turn(self, s, k_lo, q_lo, q_tail):
+        """The same for FP8 with many columns, into s: one chain at a time, other warpgroups fill the gaps.
+
+        A loop: unrolled, ptxas puts the additions off and takes registers for all of them.
+        """
+        put(s, self.chain(k_lo + self.boxes * BOX // 16, q_tail, 2, ptx.SW64))
+        for box in cutlass.range(self.boxes, unroll=1):
+            d = self.chain(k_lo + box * (BOX // 16), q_lo + box * (self.key.n * 128 // 16), 4, ptx.SW128)
+            put(s, [s[x] + y for x, y in enumerate(d)])
+
+    def chain(self, k, q, steps, layout):
+        """A chain of FP8 products from 0 on: `steps` times 32 elements of a box of keys and of queries."""
+        d = [Float32(0.0)] * (self.own // 2)
+        cute.nvgpu.warpgroup.fence()
+        for step in range(steps):
+            d = ptx.wgmma_ss("e4m3", d, k + 2 * step, layout, q + 2 * step, layout, step > 0)
+        cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.wait_group(0)
+        return ptx.settled(d)
+
     def first_column(self):
         """The first column of a request whose scores this thread has; the others are 8g + b after it."""
         _row, column_at = self.exchange_place()
@@ -132,7 +159,7 @@ class Tile:
 
         The warpgroups that have this tile share its latents; part: the number of this one.
         """
-        boxes = LATENT // self.width // (1 if self.key.step == 2 else 2)
+        boxes = LATENT // self.width // (1 if self.key.step == 2 or self.key.apart else 2)
         self.clear_rows(tile + part * (boxes * BOX), ptx.thread_x(), valid, boxes // 2)
 
     @cute.jit
@@ -186,23 +213,29 @@ class Tile:
         return row, column_half * (self.own * 4) + c * 8
 
     @cute.jit
-    def share_factors(self, factor, to, row):
-        """The factors of this half's columns to shared memory, for the warpgroups that accumulate them."""
-        if (row == 0) & (ptx.thread_x() & 31 < 4):
+    def share_figures(self, figures, to, row):
+        """Figures of this warpgroup's columns to shared memory, by one warp: all have the same."""
+        if (row & 3 == 0) & (ptx.thread_x() & 31 < 4):
             for g in cutlass.range_constexpr(self.own // 8):
-                ptx.sts_v2f(to, factor[2 * g], factor[2 * g + 1], offset=32 * g)
+                ptx.sts_v2f(to, figures[2 * g], figures[2 * g + 1], offset=32 * g)
 
-    def shared_factors(self, at, column_half=0, halves=1):
-        """The factors of this thread's columns at `at`, or of those in a half."""
-        groups = self.key.n // 8 // halves
-        return [f for g in range(groups) for f in ptx.lds_v2f(at, offset=32 * (column_half * groups + g))]
+    def shared_figures(self, at):
+        """What stands at `at` for each of this thread's columns of all."""
+        return [f for g in range(self.key.n // 8) for f in ptx.lds_v2f(at, offset=32 * g)]
 
-    def rescale(self, acc, factor, first=0):
-        """acc times a factor a column, of this thread's columns from number `first` on."""
+    def rescale(self, acc, factor):
+        """acc times a factor a column."""
         for x in range(self.latent_tiles * self.half):
-            column = (x % self.half >> 2) * 2 + (x & 1) - first
-            if 0 <= column < len(factor):
-                acc[x] = acc[x] * factor[column]
+            acc[x] = acc[x] * factor[(x % self.half >> 2) * 2 + (x & 1)]
+
+    def worst(self, s, m, scale_log2):
+        """The largest exponent that P would have by this m."""
+        found = None
+        for g in range(self.own // 8):
+            for b in range(2):
+                x = ptx.fma(ptx.fmax(s[4 * g + b], s[4 * g + 2 + b]), scale_log2, -m[2 * g + b])
+                found = x if found is None else ptx.fmax(found, x)
+        return found
 
     def p_store_addresses(self, p, w, lane):
         """Where this lane writes P of a tile at p. Its rows are columns; a row has 64 keys in swizzled 16-byte chunks.
@@ -264,16 +297,16 @@ class Tile:
             d = [acc[half * t + x] for x in range(half)]
             for k32 in range(2):
                 v = self.latents_of(va, t, k32)
+                fragments = [
+                    [x for y in v[2 * g : 2 * g + 2] for x in ptx.cvt_e4m3x4_f16(ptx.prmt(y, y, 0x3120))]
+                    for g in range(2)
+                ]
                 for group in ([0], [1]) if self.key.apart else ([0, 1],):
-                    fragments = [
-                        [x for y in v[2 * g : 2 * g + 2] for x in ptx.cvt_e4m3x4_f16(ptx.prmt(y, y, 0x3120))]
-                        for g in group
-                    ]
                     if t or k32 or group == [1]:
                         cute.nvgpu.warpgroup.wait_group(1)
                     cute.nvgpu.warpgroup.fence()
-                    for g, a in zip(group, fragments, strict=True):
-                        d = ptx.wgmma_rs("f16", d, a, p_lo + (k32 * 64 + g * 32) // 16, ptx.SW128)
+                    for g in group:
+                        d = ptx.wgmma_rs("f16", d, fragments[g], p_lo + (k32 * 64 + g * 32) // 16, ptx.SW128)
                     cute.nvgpu.warpgroup.commit_group()
             put_at(acc, half * t, d)
 
@@ -305,7 +338,7 @@ class Tile:
                     elif parts == 1 and (t or k32):
                         cute.nvgpu.warpgroup.wait_group(1)
                     cute.nvgpu.warpgroup.fence()
-                    p = p_lo + (k32 * 32 + part * self.own * 64) // 16
+                    p = p_lo + (k32 * 32 + part * (self.key.n // 2) * 64) // 16
                     d = ptx.wgmma_rs("e4m3", d, fragments[k32], p, ptx.SW64, k32 > 0)
                     cute.nvgpu.warpgroup.commit_group()
                 flying = self.half * t + part * size, d
@@ -327,51 +360,62 @@ class Tile:
     # ---- what a request leaves
 
     @cute.jit
-    def store_stats(
-        self, m, total, stats, base, lane, request, slots, barrier: cutlass.Constexpr, threads: cutlass.Constexpr
-    ):
-        """(m, l) of a request's columns to its slot. The warps of `barrier` have the parts of l."""
-        key = self.key
+    def share_sums(self, total, base, lane, barrier: cutlass.Constexpr, threads: cutlass.Constexpr):
+        """This warp's part of l to shared memory; after the barrier those of all its warps are there."""
         row, column_at = self.exchange_place()
-        sums = base + self.smem.sums + column_at
         here = [total[x] for x in range(self.cols)]
         for distance in (4, 8, 16):
             here = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in here]
         if lane < 4:
             for g in cutlass.range_constexpr(self.own // 8):
-                ptx.sts_v2f(sums + row * (key.n * 4), here[2 * g], here[2 * g + 1], offset=32 * g)
+                at = base + self.smem.sums + row * (self.key.n * 4) + column_at
+                ptx.sts_v2f(at, here[2 * g], here[2 * g + 1], offset=32 * g)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+
+    def shared_sums(self, base):
+        """l of this thread's columns, after share_sums."""
+        at = base + self.smem.sums + self.exchange_place()[1]
+        found = []
+        for g in range(self.own // 8):
+            parts = [ptx.lds_v2f(at, offset=x * self.key.n * 4 + 32 * g) for x in range(8 if self.fp8 else 4)]
+            found += [sum_of([part[b] for part in parts]) for b in range(2)]
+        return found
+
+    @cute.jit
+    def store_stats(self, m, stats, base, lane, request, slots):
+        """(m, l) of a request's columns to its slot, by one warp of those that have the columns; after share_sums."""
+        key = self.key
+        row, column_at = self.exchange_place()
         if (row == 0) & (lane < 4):
             block, slot = ptx.block_x(), ptx.block_y() + request
             column = column_at // 4
             limit = min(key.block, key.columns - block * key.block) - column
+            sums = self.shared_sums(base)
             to = stats + (Int64(block * key.block + column) * Int64(slots) + Int64(slot)) * 8
             for g in cutlass.range_constexpr(self.own // 8):
                 for b in cutlass.range_constexpr(2):
-                    sum_ = Float32(0.0)
-                    for x in cutlass.range_constexpr(4 * key.step):
-                        sum_ = sum_ + ptx.lds_f32(sums, offset=(x * key.n + 8 * g + b) * 4)
                     if 8 * g + b < limit:
-                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b], sum_)
+                        ptx.stg_v2f(to + Int64((8 * g + b) * slots) * 8, m[2 * g + b], sums[2 * g + b])
 
     @cute.jit
     def store_values(self, acc, partial, part, request, slots):
-        """O of a request to its slot. part: which half of the latents this warpgroup has."""
+        """O of a request, FP8: O / l, to its slot. part: which half of the latents this warpgroup has."""
         key = self.key
         w, r, c = lane_of(ptx.thread_x())
         block, slot = ptx.block_x(), ptx.block_y() + request
         limit = min(key.block, key.columns - block * key.block)
-        row = (Int64(block * slots + slot) * key.block + Int64(2 * c)) * (LATENT * 4)
+        size = key.partial_bytes
+        row = (Int64(block * slots + slot) * key.block + Int64(2 * c)) * (LATENT * size)
         first = part * self.latents + w * 16
-        to = partial + row + Int64((first + (2 * r if self.fp8 else r)) * 4)
+        to = partial + row + Int64((first + (2 * r if self.fp8 else r)) * size)
         for g in cutlass.range_constexpr(key.n // 8):
             for b in cutlass.range_constexpr(2):
                 if 8 * g + 2 * c + b < limit:
                     for t in cutlass.range_constexpr(self.latent_tiles):
                         x = self.half * t + 4 * g + b
-                        offset = ((8 * g + b) * LATENT + t * TILE) * 4
+                        offset = ((8 * g + b) * LATENT + t * TILE) * size
                         if cutlass.const_expr(self.fp8):
-                            ptx.stg_v2f(to, acc[x], acc[x + 2], offset=offset)
+                            ptx.stg_b32(to, ptx.cvt_f16x2(acc[x + 2], acc[x]), offset=offset)
                         else:
                             ptx.stg_f32(to, acc[x], offset=offset)
                             ptx.stg_f32(to, acc[x + 2], offset=offset + 32)

@@ -79,7 +79,7 @@ class Together(Tile):
                     put(total, [total[x] * factor[x] for x in range(cols)])
                     put(m, [sums[x] for x in range(cols)])
                     if cutlass.const_expr(key.halves > 1):
-                        self.share_factors(factor, base + lay.factors + column_at, row)
+                        self.share_figures(factor, base + lay.factors + column_at, row)
                     else:
                         self.rescale(acc, factor)
                     again, _ = self.store_p(s, m, at_p, scale_log2)
@@ -87,7 +87,7 @@ class Together(Tile):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
                     if cutlass.const_expr(key.halves > 1):
-                        self.rescale(acc, self.shared_factors(base + lay.factors + c * 8))
+                        self.rescale(acc, self.shared_figures(base + lay.factors + c * 8))
                 put(total, [total[x] + sums[x] for x in range(cols)])
                 if (step + key.step >= count) & (lane == 0):  # the queries have been read for the last time
                     cute.arch.mbarrier_arrive(query_empty + buffer)
@@ -110,7 +110,10 @@ class Together(Tile):
                         if lane == 0:
                             cute.arch.mbarrier_arrive(empty + stage)
             cute.arch.griddepcontrol_wait()  # the merge of the layer before may still read the workspace
-            self.store_stats(m, total, stats, base, lane, request, slots, barrier, threads)
+            self.share_sums(total, base, lane, barrier, threads)
+            self.store_stats(m, stats, base, lane, request, slots)
+            if cutlass.const_expr(self.fp8):
+                self.rescale(acc, [ptx.rcp_or_zero(x) for x in self.shared_sums(base)])
             self.store_values(acc, partial, group, request, slots)
             done += count
             segment += 1

@@ -2,7 +2,7 @@
 
 out[r, c, :] = out_scale * sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s over the slots s of request r (kernels/cut.py),
 M = max m_s; lse[r, c] = log2(sum_s 2^(m_s - M) l_s) + M. A column that saw no key, of an empty request or of a token in
-front of the first key, is exactly 0 and -inf.
+front of the first key, is exactly 0 and -inf. A partial in float32 is O_s, one in f16 is O_s / l_s.
 
 A CTA owns one column and a slice of the latents. `warps` warps hold the data (a lane 4 latents of every groups-th
 split) and ask for `batch` partials at once, while one more warp works out the weights: both latencies overlap. In one
@@ -14,10 +14,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, MergeKey
+from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, PARTIALS, MergeKey
 from k3dsl.nvidia.kernels import cut, ptx
 
 UNSEEN = -1.0e30  # as the core writes it
+CHUNK = 8  # partials of a batch that are weighed without a look at whether there are so many
 
 
 class Merge:
@@ -26,6 +27,8 @@ class Merge:
     def __init__(self, key: MergeKey) -> None:
         self.key = key
         self.lanes = key.slice // 4  # threads of a group
+        self.size = PARTIALS[key.partial]  # bytes of an element
+        self.half = key.partial == "f16"
 
     @cute.jit
     def __call__(
@@ -80,11 +83,11 @@ class Merge:
         block = column // key.block
         group = warp // (key.slice // 128)
         o = cute.make_rmem_tensor(4, Float32)
-        v = cute.make_rmem_tensor((4, key.batch), Float32)
+        v = cute.make_rmem_tensor((self.size, key.batch), Int32 if self.half else Float32)  # 4 latents of a partial
         for x in cutlass.range_constexpr(4):
             o[x] = Float32(0.0)
-        row = (Int64(block * slots + slot) * key.block + Int64(column - block * key.block)) * (LATENT * 4)
-        mine = partial + row + Int64((part * key.slice + tid % self.lanes * 4) * 4)
+        row = (Int64(block * slots + slot) * key.block + Int64(column - block * key.block)) * (LATENT * self.size)
+        mine = partial + row + Int64((part * key.slice + tid % self.lanes * 4) * self.size)
         cute.arch.griddepcontrol_wait()
         if warp < key.warps:
             self.fetch(v, mine, group, count)
@@ -95,10 +98,13 @@ class Merge:
         if warp < key.warps:
             at = group
             while at < count:
-                for b in cutlass.range_constexpr(key.batch):
-                    f = ptx.lds_f32(weights + min(at + b * key.groups, MAX_SPLITS - 1) * 4)
-                    for x in cutlass.range_constexpr(4):
-                        o[x] = o[x] + f * v[x, b]
+                for first_of in cutlass.range_constexpr(0, key.batch, CHUNK):
+                    if at + first_of * key.groups < count:  # many requests have fewer partials than a batch
+                        for b in cutlass.range_constexpr(first_of, min(first_of + CHUNK, key.batch)):
+                            f = ptx.lds_f32(weights + min(at + b * key.groups, MAX_SPLITS - 1) * 4)
+                            got = self.latents(v, b)
+                            for x in cutlass.range_constexpr(4):
+                                o[x] = o[x] + f * got[x]
                 at += key.batch * key.groups
                 if at < count:
                     self.fetch(v, mine, at, count)
@@ -122,9 +128,16 @@ class Merge:
         key = self.key
         for b in cutlass.range_constexpr(key.batch):
             s = at + b * key.groups
-            got = ptx.ldg_v4f_below(mine + Int64(s) * (key.block * LATENT * 4), s, count)
-            for x in cutlass.range_constexpr(4):
+            load = ptx.ldg_v2b_below if self.half else ptx.ldg_v4f_below
+            got = load(mine + Int64(s) * (key.block * LATENT * self.size), s, count)
+            for x in cutlass.range_constexpr(self.size):
                 v[x, b] = got[x]
+
+    def latents(self, v, b):
+        """The four latents of partial b, as Float32."""
+        if not self.half:
+            return [v[x, b] for x in range(4)]
+        return [y for x in range(2) for y in ptx.halves_f32(v[x, b])]
 
     @cute.jit
     def weigh(self, weights, total_at, lse, stats, lse_at, lane, part, count, out_scale):
@@ -148,7 +161,8 @@ class Merge:
             total = total + cute.arch.shuffle_sync_bfly(total, distance)
         scale = out_scale / total
         for k in cutlass.range_constexpr(each):
-            ptx.sts_f32(weights + lane * 4, factor[k] * scale, offset=k * 128)
+            weight = factor[k] * l_[k] if self.half else factor[k]
+            ptx.sts_f32(weights + lane * 4, weight * scale, offset=k * 128)
         if lane == 0:
             ptx.sts_f32(total_at, total)
             if (part == 0) & (lse != 0):

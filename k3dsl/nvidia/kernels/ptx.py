@@ -153,6 +153,13 @@ def ldg_v2f_below(addr, i, n, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ldg_v2b_below(addr, i, n, *, loc=None, ip=None):
+    """Two words if i < n, else zeros without touching memory."""
+    text = "{.reg .pred p; setp.lt.s32 p, $3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0,$1}, [$2];}"
+    return emit(text, "rr", [("l", addr), ("r", i), ("r", n)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def ldg_v4f_below(addr, i, n, *, loc=None, ip=None):
     """Four floats if i < n, else zeros without touching memory."""
     text = (
@@ -165,6 +172,11 @@ def ldg_v4f_below(addr, i, n, *, loc=None, ip=None):
 @dsl_user_op
 def stg_v2b(addr, a, b, *, loc=None, ip=None):
     emit("st.global.v2.b32 [$0], {$1,$2};", ins=[("l", addr), ("r", a), ("r", b)], memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def stg_b32(addr, a, offset=0, *, loc=None, ip=None):
+    emit(f"st.global.b32 [$0+{offset}], $1;", ins=[("l", addr), ("r", a)], memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -190,6 +202,16 @@ def ex2(x, *, loc=None, ip=None):
 @dsl_user_op
 def lg2(x, *, loc=None, ip=None):
     return emit("lg2.approx.f32 $0, $1;", "f", [("f", x)], volatile=False, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def rcp_or_zero(x, *, loc=None, ip=None):
+    """1 / x to the last bit or two; 0 where x is 0."""
+    text = (
+        "{.reg .pred p; .reg .f32 t; rcp.approx.ftz.f32 t, $1; setp.eq.f32 p, $1, 0f00000000;"
+        " selp.f32 $0, 0f00000000, t, p;}"
+    )
+    return emit(text, "f", [("f", x)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -227,6 +249,13 @@ def cvt_e4m3x4_f16(x, *, loc=None, ip=None):
 @dsl_user_op
 def cvt_f16x2(hi, lo, *, loc=None, ip=None):
     return emit("cvt.rn.f16x2.f32 $0, $1, $2;", "r", [("f", hi), ("f", lo)], volatile=False, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def halves_f32(x, *, loc=None, ip=None):
+    """Two f16 of a register, low half first, as Float32."""
+    text = "{.reg .b16 l,h; mov.b32 {l,h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+    return emit(text, "ff", [("r", x)], volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
