@@ -8,9 +8,10 @@ that a different seed is a different interleaving. Modelled beside the machine o
 * registers of a wgmma are there at once, but shared memory that it reads must stay as it is until the warp has waited
   for it: a store or a TMA box into it is an error; so is a load from shared memory that nothing was written to;
 * what the kernel before writes may only be touched by a warp that executed griddepcontrol.wait, or whose TMA did;
-* a launch in which every warp waits is an error.
+* a launch in which every warp waits is an error; so are accesses to shared memory that nothing orders, though this
+  order of the warps gives right values (ptx_races.py).
 
-Not modelled: proxy fences, and what happens when warps of a warpgroup run a wgmma apart.
+Not modelled: what happens when warps of a warpgroup run a wgmma apart.
 """
 
 import functools
@@ -19,17 +20,15 @@ import re
 import tempfile
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-import torch
-from ptx_cluster import SMEM_BASE, U64, Buffer, Program, bf16_values, bits32, e4m3_bits, f32, signed, wrap
-from ptx_grid import Cta, Memory, f16_bits
-
-#: Value of every byte of an e4m3.
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+from ptx_cluster import SMEM_BASE, U64, Buffer, Program, bf16_values, bits32, f32, signed
+from ptx_grid import Memory
+from ptx_lanes import E4M3, Lanes
+from ptx_races import Races, words_of
+from ptx_tma import Map, swizzled
 
 
 class WarpProgram(Program):
@@ -58,81 +57,66 @@ def program(key: Any, target: str = "sm_90a") -> WarpProgram:
         return WarpProgram(cute.compile(function, *arguments, options=options).artifacts.PTX)
 
 
-def swizzled(address: np.ndarray, width: int) -> np.ndarray:
-    """Where the byte of a linear address lies in a layout of `width`-byte swizzle: 16-byte chunks xor the row."""
-    if width == 128:
-        return address ^ ((address >> 3) & 0x70)
-    assert width == 64
-    return address ^ ((address >> 3) & 0x30)
-
-
-@dataclass
-class Map:
-    """A tensor map: the arguments of driver.TensorMap, and the memory it describes."""
-
-    buffer: Buffer
-    dims: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    dtype: str
-    l2_promotion: int = 128
-    start: int = 0  # of element 0 in the buffer
-    strict: bool = False  # a last coordinate out of bounds is an error
-
-    def read(self, at: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(box bytes [rows, row bytes] with zeros out of bounds, offsets in the buffer of the bytes that were read)."""
-        assert not self.strict or 0 <= at[-1] < self.dims[-1], f"coordinate {at[-1]} of {self.dims[-1]}"
-        size = 1 if self.dtype in ("u8", "e4m3") else 2
-        assert self.box[0] * size <= self.swizzle
-        steps = (1, *self.strides_bytes)
-        index, inside = np.zeros(1, np.int64), np.ones(1, bool)
-        for dim in reversed(range(1, len(self.dims))):
-            x = at[dim] + np.arange(self.box[dim])
-            index = (index[:, None] + x * steps[dim]).reshape(-1)
-            inside = (inside[:, None] & (x >= 0) & (x < self.dims[dim])).reshape(-1)
-        x = at[0] + np.arange(self.box[0])
-        columns = (x[:, None] * size + np.arange(size)).reshape(-1)
-        inside = inside[:, None] & np.repeat((x >= 0) & (x < self.dims[0]), size)
-        offsets = self.start + index[:, None] + columns
-        rows = np.zeros(offsets.shape, np.uint8)
-        rows[inside] = self.buffer.data[offsets[inside]]
-        return rows, offsets[inside]
-
-
 class Block:
     """What the warps of a CTA share."""
 
-    def __init__(self, smem: int, maps: dict[int, Map], late: list[tuple[Buffer, np.ndarray]]):
+    def __init__(self, code: WarpProgram, smem: int, maps: dict[int, Map], late: list[tuple[Buffer, np.ndarray]]):
         self.smem = np.zeros(smem, np.uint8)
         self.ready = np.zeros(smem, bool)
         self.mbarriers: dict[int, list[int]] = {}  # address -> [count, arrivals left, bytes to come, phase]
         self.named: dict[int, tuple[dict[int, bool], dict[int, bool]]] = {}
         self.maps, self.late = maps, late
         self.warps: list[Warp] = []
+        self.races = Races(code.statements, code.threads // 32, smem)
+
+    def run(
+        self, code: WarpProgram, cta: tuple[int, int, int], grid: tuple[int, ...], arguments: list[int],
+        buffers: list[Buffer], rnd: random.Random,
+    ) -> int:  # fmt: skip
+        """Runs all warps to their ends; the statements executed."""
+        self.warps = [Warp(code, self, i, cta, grid) for i in range(code.threads // 32)]
+        for warp in self.warps:
+            warp.start(arguments, buffers)
+        left, total = list(self.warps), 0
+        while left:
+            rnd.shuffle(left)
+            steps = sum(warp.advance(rnd.choice((5, 50, 500, 5000))) for warp in left)
+            left = [warp for warp in left if not warp.done]
+            waits = {w.index: w.blocked for w in left}
+            assert steps or not left, f"every warp waits: {waits}, barriers {self.mbarriers}"
+            total += steps
+        return total
+
+    def mbarrier(self, address: int) -> list[int]:
+        assert address in self.mbarriers, "mbarrier used before its setup"
+        return self.mbarriers[address]
 
     def write(self, offsets: np.ndarray, data: np.ndarray) -> None:
         for warp in self.warps:
-            for low, high in (r for group in warp.flying for r in group):
-                assert not ((offsets >= low) & (offsets < high)).any(), "write to shared memory that a wgmma reads"
+            for low, high, at, _ in (r for group in (*warp.flying, warp.open) for r in group):
+                assert not ((offsets >= low) & (offsets < high)).any(), (
+                    f"race: write to what a wgmma of warp {warp.index} reads, statement {at}: {self.races.text(at)}"
+                )
         self.smem[offsets] = data
         self.ready[offsets] = True
 
-    def arrive(self, address: int, bytes_: int) -> None:
-        barrier = self.mbarriers[address]
+    def arrive(self, address: int, bytes_: int, warp: int) -> None:
+        barrier = self.mbarrier(address)
         assert barrier[1] > 0, "more arrivals than the barrier counts"
+        self.races.arrive(address, warp)
         barrier[1] -= 1
         barrier[2] += bytes_
         self.complete(address, 0)
 
     def complete(self, address: int, bytes_: int) -> None:
-        barrier = self.mbarriers[address]
+        barrier = self.mbarrier(address)
         barrier[2] -= bytes_
         if barrier[1] == 0 and barrier[2] == 0:
             barrier[1], barrier[3] = barrier[0], barrier[3] + 1
+            self.races.phase_over(address)
 
 
-class Warp(Cta):
+class Warp(Lanes):
     """32 lanes with a program counter each."""
 
     def __init__(self, code: WarpProgram, block: Block, index: int, cta: tuple[int, int, int], grid: tuple[int, ...]):
@@ -141,8 +125,10 @@ class Warp(Cta):
         self.special = {"%tid.x": index * 32 + np.arange(32), "%laneid": np.arange(32)}
         self.special |= {f"%ctaid.{d}": np.full(32, v) for d, v in zip("xyz", cta, strict=True)}
         self.pc = np.zeros(32, int)
-        self.flying: deque[list[tuple[int, int]]] = deque()  # shared ranges that committed wgmma groups read
-        self.open: list[tuple[int, int]] = []
+        # Shared ranges that wgmma groups read, with the statement and the words: committed ones, and the one to be.
+        self.flying: deque[list[tuple[int, int, int, np.ndarray]]] = deque()
+        self.open: list[tuple[int, int, int, np.ndarray]] = []
+        self.statement = 0
         self.waited, self.blocked, self.done = False, None, False
         self.instructions = 0
         self.regs = {}
@@ -161,6 +147,7 @@ class Warp(Cta):
             if index >= len(statements):
                 self.done = True
                 return n + 1
+            self.statement = index
             raw, guard, op, operands = statements[index]
             here = self.pc == index
             active = here
@@ -225,12 +212,14 @@ class Warp(Cta):
     def load_shared(self, address, size):
         lanes, offsets = self.shared(address, size)
         assert self.block.ready[offsets].all(), "load of shared memory that nothing was written to"
+        self.block.races.load(self.index, self.statement, words_of(offsets))
         out = np.zeros((32, size), np.uint8)
         out[lanes] = self.block.smem[offsets]
         return out
 
     def store_shared(self, address, data):
         lanes, offsets = self.shared(address, data.shape[1])
+        self.block.races.store(self.index, self.statement, words_of(offsets))
         self.block.write(offsets, data[lanes])
 
     def op_stmatrix(self, op, operands):
@@ -247,14 +236,19 @@ class Warp(Cta):
             rows = address[8 * i : 8 * i + 8].astype(int) - SMEM_BASE
             assert not (rows % 16).any()
             assert (rows + 16 <= self.block.smem.size).all()
-            self.block.write(rows[:, None] + np.arange(16), np.ascontiguousarray(tile.T).view(np.uint8))
+            offsets = rows[:, None] + np.arange(16)
+            self.block.races.store(self.index, self.statement, words_of(offsets))
+            self.block.write(offsets, np.ascontiguousarray(tile.T).view(np.uint8))
 
     # ---- barriers
 
     def op_mbarrier(self, op, operands):
         if op[1] == "wait":
-            if self.block.mbarriers[self.place(operands[0])][3] & 1 == self.one(operands[1]) & 1:
+            address = self.place(operands[0])
+            if self.block.mbarrier(address)[3] & 1 == self.one(operands[1]) & 1:
                 self.blocked = operands
+            else:
+                self.block.races.wait(address, self.index)
             return
         if op[1] == "init":
             address = self.place(operands[0])
@@ -263,11 +257,12 @@ class Warp(Cta):
             assert address + 8 <= SMEM_BASE + self.block.smem.size
             count = self.one(operands[1])
             self.block.mbarriers[address] = [count, count, 0, 0]
+            self.block.races.setup(address, self.index)
             return
         assert self.active.sum() == 1
         assert op[1] == "arrive"
         bytes_ = self.one(operands[2]) if op[2] == "expect_tx" else 0
-        self.block.arrive(self.place(operands[1]), bytes_)
+        self.block.arrive(self.place(operands[1]), bytes_, self.index)
 
     def rendezvous(self, which: int, threads: int, vote: bool = False, *, stay: bool = True) -> bool | None:
         """Arrives at a named barrier; None until it is complete, then the vote. stay: whether the warp waits for it."""
@@ -275,12 +270,16 @@ class Warp(Cta):
         if stay and self.index in results:
             return results.pop(self.index)
         assert stay or self.index not in waiting, "a warp arrives for the next round before this one is complete"
+        if self.index not in waiting:  # else it is here again, to see whether it may go on
+            self.block.races.meet(which, self.index)
         waiting[self.index] = vote, stay
         if 32 * len(waiting) < threads:
             return None
         assert 32 * len(waiting) == threads, "barrier of another size"
         outcome = any(vote for vote, _ in waiting.values())
-        results.update({index: outcome for index, (_, stay) in waiting.items() if stay})
+        waiters = [index for index, (_, stay) in waiting.items() if stay]
+        self.block.races.met(which, waiters)
+        results.update(dict.fromkeys(waiters, outcome))
         waiting.clear()
         return results.pop(self.index, None)
 
@@ -306,7 +305,12 @@ class Warp(Cta):
     def op_griddepcontrol(self, op, operands):
         self.waited = self.waited or op[1] == "wait"
 
-    op_setmaxnreg = op_fence = Cta.op_nothing
+    op_setmaxnreg = Lanes.op_nothing
+
+    def op_fence(self, op, operands):
+        if op[1] == "proxy":
+            assert op[2:] == ["async", "shared::cta"]
+            self.block.races.fence(self.index)
 
     def op_prefetch(self, op, operands):
         assert self.place(operands[0]) in self.block.maps
@@ -334,8 +338,10 @@ class Warp(Cta):
         where = swizzled(dst + np.arange(rows.size), width) - SMEM_BASE
         assert (where < self.block.smem.size).all()
         assert where.min() >= 0
+        address = self.place(barrier)
+        self.block.races.box(self.index, self.statement, words_of(where), address)
         self.block.write(where, rows.reshape(-1))
-        self.block.complete(self.place(barrier), rows.size)
+        self.block.complete(address, rows.size)
 
     # ---- wgmma
 
@@ -353,7 +359,9 @@ class Warp(Cta):
             address = start + (rows // 8)[:, None] * group + (rows % 8)[:, None] * width + np.arange(k_bytes)
         offsets = swizzled(address.reshape(rows.size, k_bytes), width) - SMEM_BASE
         assert self.block.ready[offsets].all(), "wgmma on shared memory that nothing was written to"
-        self.open.append((int(offsets.min()), int(offsets.max()) + 1))
+        words = offsets[::2, ::2] >> 2 if mn_major else words_of(offsets)
+        self.block.races.wgmma(self.index, words)
+        self.open.append((int(offsets.min()), int(offsets.max()) + 1, self.statement, words))
         return self.block.smem[offsets]
 
     def op_wgmma(self, op, operands):
@@ -366,7 +374,7 @@ class Warp(Cta):
             return
         if op[1] == "wait_group":
             while len(self.flying) > int(operands[0]):
-                self.flying.popleft()
+                self.block.races.wgmma_over(self.index, [x[2:] for x in self.flying.popleft()])
             return
         shape = re.fullmatch(r"m64n(\d+)k(\d+)", op[4])
         n, k, kind = int(shape[1]), int(shape[2]), op[-1]
@@ -406,79 +414,6 @@ class Warp(Cta):
             a[(lane // 4 + 8 * (i & 1))[:, None], k[:, None] + np.arange(per)] = decode(raw)
         return a
 
-    # ---- lanes
-
-    def op_shfl(self, op, operands):
-        assert self.active.all(), "a shuffle in a divergent warp"
-        value, lane = self.get(operands[1]), np.arange(32)
-        by = self.get(operands[2]).astype(int)
-        source = {"bfly": lane ^ by, "idx": by & 31, "up": lane - by}[op[2]]
-        inside = source >= 0
-        name, _, predicate = operands[0].partition("|")
-        self.put(name, np.where(inside, value[source], value))
-        if predicate:
-            self.put(predicate, inside.astype(U64))
-
-    def op_vote(self, op, operands):
-        assert self.active.all()
-        vote = self.get(operands[1]) != 0
-        if op[2] == "ballot":
-            self.put(operands[0], np.full(32, sum(1 << i for i in range(32) if vote[i]), U64))
-        else:
-            self.put(operands[0], np.full(32, int(vote.any() if op[2] == "any" else vote.all()), U64))
-
-    def op_popc(self, op, operands):
-        self.put(operands[0], np.array([int(x & U64(0xFFFFFFFF)).bit_count() for x in self.get(operands[1])], U64))
-
-    def op_prmt(self, op, operands):
-        a, b, select = (self.get(x) for x in operands[1:])
-        both = (a & U64(0xFFFFFFFF)) | (b << U64(32))
-        out = np.zeros(32, U64)
-        for i in range(4):
-            chosen = (select >> U64(4 * i)) & U64(15)
-            assert (chosen < 8).all()
-            out |= ((both >> (chosen * U64(8))) & U64(0xFF)) << U64(8 * i)
-        self.put(operands[0], out)
-
-    def op_lg2(self, op, operands):
-        self.put(operands[0], bits32(np.log2(f32(self.get(operands[1])).astype(np.float64))))
-
-    def op_setp(self, op, operands):
-        kind = op[-1]
-        if kind == "f32":
-            a, b = (f32(self.get(x)) for x in operands[1:])
-        elif kind[0] == "s":
-            a, b = (signed(self.get(x), int(kind[1:])) for x in operands[1:])
-        else:
-            a, b = (wrap(self.get(x), int(kind[1:])) for x in operands[1:])
-        base = op[1].removesuffix("u") if op[1] not in ("eq", "ne") and kind == "f32" else op[1]
-        compare = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-                   "ge": np.greater_equal}[base]  # fmt: skip
-        result = compare(a, b)
-        if kind == "f32":
-            nan = np.isnan(a) | np.isnan(b)
-            result = np.where(nan, op[1].endswith("u"), result)
-        self.put(operands[0], result.astype(U64))
-
-    def op_div(self, op, operands):
-        if op[-1] == "s32":
-            a, b = (signed(self.get(x), 32) for x in operands[1:])
-            quotient = np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
-            self.put(operands[0], wrap(quotient, 32))
-        else:
-            super().op_div(op, operands)
-
-    def op_cvt(self, op, operands):
-        if op[-1] == "e4m3x2":
-            raw = self.get(operands[1])
-            low, high = (f16_bits(E4M3[((raw >> U64(8 * i)) & U64(0xFF)).astype(int)]) for i in range(2))
-            self.put(operands[0], low | (high << U64(16)))
-        elif op[-2] == "e4m3x2":
-            hi, lo = (e4m3_bits(f32(self.get(n))) for n in operands[1:])
-            self.put(operands[0], lo | (hi << U64(8)))
-        else:
-            super().op_cvt(op, operands)
-
 
 def launch(
     key: Any, shape: Any, values: Mapping[str, Any], memory: Memory, late: list | None = None, seed: int = 0
@@ -502,17 +437,7 @@ def launch(
     for z in range(shape.grid[2]):
         for y in range(shape.grid[1]):
             for x in range(shape.grid[0]):
-                block = Block(shape.smem, maps, late or [])
-                block.warps = [Warp(code, block, i, (x, y, z), shape.grid) for i in range(code.threads // 32)]
-                for warp in block.warps:
-                    warp.start(arguments, memory.buffers)
-                left = list(block.warps)
-                while left:
-                    rnd.shuffle(left)
-                    steps = [warp.advance(rnd.choice((5, 50, 500, 5000))) for warp in left]
-                    total += sum(steps)
-                    left = [warp for warp in left if not warp.done]
-                    waits = {w.index: w.blocked for w in left}
-                    assert sum(steps) or not left, f"every warp waits: {waits}, barriers {block.mbarriers}"
+                block = Block(code, shape.smem, maps, late or [])
+                total += block.run(code, (x, y, z), shape.grid, arguments, memory.buffers, rnd)
                 assert any(warp.waited for warp in block.warps), "a CTA that never waits for the kernel before"
     return total
