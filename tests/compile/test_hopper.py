@@ -246,6 +246,28 @@ def test_any_interleaving_gives_the_same_bits(case, p, seed):
     assert torch.equal(first.stats.view(torch.int32), other.stats.view(torch.int32))
 
 
+RISING = [
+    (CoreCase((420, 7), heads=6), None),
+    (CoreCase((420, 7), heads=12, q=4, kv_format="bf16"), None),
+    *((CoreCase((420, 7), heads=12, q=4), p) for p in hopper.P_DTYPES["fp8"]),
+]
+
+
+@pytest.mark.parametrize(("case", "p"), RISING, ids=lambda x: getattr(x, "id", str(x)))
+def test_m_rises_from_tile_to_tile(case, p):
+    """Logits so far apart that the m of a request's first tile does not hold: those of the other cases are not."""
+    given = core_inputs(case)
+    given = replace(given, scale=12 * given.scale)
+    query, keys = given.query[: case.q].double().flatten(0, 1), given.keys[0][: 6 * hopper.TILE].double()
+    keys /= given.out_scale  # as they are stored
+    largest = (given.scale * LOG2E * query @ keys.T).unflatten(1, (6, hopper.TILE)).amax(2).cummax(1).values
+    assert (largest[:, 1:] > largest[:, :1] + 8).any()  # more than P may have
+    first, other = (Machine(given, p=p, sm_count=1, seed=s) for s in (0, 1))
+    check(given, *first.core(), ERROR[first.key.p])
+    other.core()
+    assert torch.equal(first.partial.view(torch.int32), other.partial.view(torch.int32))
+
+
 @pytest.mark.parametrize("kv", hopper.KV)
 def test_low_logits(kv):
     """All of them near -6e4: float32 has steps of 2^-4 at the scores, a hundredth at the logits."""
