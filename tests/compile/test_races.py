@@ -127,7 +127,9 @@ CORES = {
     "apart": (CoreCase((400, 1, 70, 65), heads=12, q=4), ["bar.sync", "mbarrier.wait"]),
 }
 #: What the detector says.
-FOUND = re.compile("race: |an arrival that|a wait that|a phase of an mbarrier|before its setup")
+FOUND = re.compile(
+    "race: |an arrival that|arrives for the next round|a wait that|a phase of an mbarrier|before its setup"
+)
 
 
 def without(code: WarpProgram, statement: int) -> WarpProgram:
