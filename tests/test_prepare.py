@@ -32,12 +32,12 @@ DIMS = MlaDims.kimi_k3(16)
 PLAN = Deployment(DIMS, target="sm_90a", batches=(1, 4, 16), queries=(1,))
 
 
-def test_import_is_light_and_fast():
-    code = (
-        "import sys, time; t = time.perf_counter(); import k3dsl; s = time.perf_counter() - t; "
-        "print(s < 0.1, *[m for m in ('torch', 'cutlass', 'numpy', 'rich', 'typer') if m in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True"]
+def test_import_is_light():
+    """Nothing but the standard library, and little of that: a few ms, which a busy machine would not let us test."""
+    code = "import sys; old = set(sys.modules); import k3dsl; print(*set(sys.modules) - old)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {"k3dsl"}
+    assert len(loaded) < 60
 
 
 def test_prepare_is_the_function_whatever_was_imported_first():

@@ -144,9 +144,9 @@ def test_a_lock_dies_with_its_holder(root: Path, tmp_path: Path, build: Builder)
     """Lesson 9: kill -9 of the holder, and the waiter goes on at once."""
     root.mkdir()
     pid = hold(root, make_key(), tmp_path / "never")
+    began = time.monotonic()
     killer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     killer.start()
-    began = time.monotonic()
     cache = CompileCache(root, lock_timeout=30)
     assert cache.get_or_build(make_key(), build).source == "built"
     assert 0.05 < time.monotonic() - began < 5

@@ -280,7 +280,7 @@ def test_a_bad_server_never_costs_a_build(
     began = time.monotonic()
     for n in range(5):
         assert cache.get_or_build(make_key(n), build).payload == payload_of(make_key(n))
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 20  # asked twice, 0.3 s each, on however busy a machine
     assert len(caplog.messages) <= 2  # of reading, of giving
     if "garbage" not in str(cache.stats()["corrupt"]) and not cache.stats()["corrupt"]:
         assert bad.handler.asked <= 2
@@ -292,7 +292,7 @@ def test_a_dead_server(root: Path, build: Builder, caplog: Any) -> None:
     began = time.monotonic()
     for n in range(5):
         assert cache.get_or_build(make_key(n), build).source == "built"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert len(caplog.messages) == 1
     assert "cannot be read" in caplog.messages[0]
     assert cache.stats()["read_failed"] == 1
@@ -300,12 +300,12 @@ def test_a_dead_server(root: Path, build: Builder, caplog: Any) -> None:
 
 def test_a_host_that_does_not_resolve_or_swallows_packets(root: Path, build: Builder, monkeypatch: Any) -> None:
     """Name resolution has no time-out of its own; the request has."""
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(5))
     cache = CompileCache(root)
     cache.layers = [HttpLayer("http://cache.example/k3", seconds=0.2)]
     began = time.monotonic()
     assert cache.get_or_build(make_key(), build).source == "built"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 def test_a_server_that_comes_back_is_asked_again(root: Path, build: Builder, bad: Any) -> None:

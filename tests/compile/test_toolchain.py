@@ -110,20 +110,17 @@ def test_targets_are_checked_in_one_place():
             call("sm_90")
 
 
-def test_facts_import_neither_compiler_nor_torch_and_are_quick():
+def test_facts_import_neither_compiler_nor_torch():
     script = """
-        import sys, time
+        import sys
         from k3dsl.nvidia.toolchain import facts
-        start = time.perf_counter()
         facts("sm_90a")
-        seconds = time.perf_counter() - start
-        heavy = {"cutlass", "torch", "cuda", "numpy"} & set(sys.modules)
-        print(heavy or "none", seconds < 0.1)
+        print({"cutlass", "torch", "cuda", "numpy"} & set(sys.modules) or "none")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
-    assert done.stdout.split() == ["none", "True"]
+    assert done.stdout.split() == ["none"]
 
 
 def test_a_key_holds_what_the_kernel_key_holds():
