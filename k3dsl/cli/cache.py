@@ -55,10 +55,11 @@ def ls(
 
     Example: k3dsl cache ls --target sm_90a --kernel mla_value
     """
-    wanted = _split(target)
+    entries = list(open_cache().entries())
+    wanted = _known(target, {entry.key.target for entry in entries})
     entries = [
         entry
-        for entry in open_cache().entries()
+        for entry in entries
         if (wanted is None or entry.key.target in wanted) and kernel in (None, entry.key.kernel)
     ]
     if json:
@@ -329,10 +330,11 @@ def clear(
     """
     cache = open_cache()
     _must_write(cache, False)
-    wanted = _split(target)
     folder = cache.folder
     assert folder is not None
-    places = [place for place in folder.places() if wanted is None or place.target in wanted]
+    places = list(folder.places())
+    wanted = _known(target, {place.target for place in places})
+    places = [place for place in places if wanted is None or place.target in wanted]
     if wanted is None:
         folder.sweep()
         folder.empty_quarantine()
@@ -451,6 +453,19 @@ def _must_write(cache: "CompileCache", dry_run: bool) -> None:
         raise OSError("the cache is read only here: K3DSL_CACHE says so")
     if cache.folder is None:
         raise OSError("; ".join(cache.degraded.values()) or "there is no cache folder")
+
+
+def _known(text: str | None, there: set[str]) -> list[str] | None:
+    """The targets named. Each must be one of ours or have entries: a typing error must not look like an empty cache."""
+    from k3dsl.amd.keys import TARGET
+    from k3dsl.nvidia.core import SERVED
+
+    names = _split(text)
+    known = {*SERVED, TARGET, *there}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"target={name!r} must be one of {', '.join(sorted(known))}")
+    return names
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -88,6 +88,16 @@ def test_ls(k3dsl: Callable[..., Run], full: CompileCache) -> None:
     assert "4 entries, 120000 bytes" in text
 
 
+@pytest.mark.parametrize("command", ["ls", "clear"])
+def test_a_target_that_nobody_knows_is_not_just_empty(
+    k3dsl: Callable[..., Run], full: CompileCache, command: str
+) -> None:
+    done = k3dsl(command, "--target", "sm_90a,sm_90")
+    assert done.code == 2
+    assert "target='sm_90' must be one of gfx950, sm_100a, sm_103a, sm_90a" in done.err
+    assert len(list(full.entries())) == 4
+
+
 def test_ls_of_nothing(k3dsl: Callable[..., Run], root: Path) -> None:
     assert k3dsl("ls", "--json").json == {"entries": []}
     assert k3dsl("ls").code == 0
