@@ -68,6 +68,7 @@ CORE_CASES = (
     CoreCase((100, 64, 129), page_gap=64, name="page_gap"),
     CoreCase((3, 64, 1000), low=True, name="low_logits"),
     CoreCase((65, 1000), spike=12.0, name="sharp"),
+    CoreCase((65, 1000), q=4, spike=12.0, name="sharp_wide"),
 )
 
 

@@ -275,6 +275,19 @@ def test_low_logits(kv):
     check(machine.given, *machine.core(), 1e-2, 2e-2)
 
 
+@pytest.mark.parametrize("case", [CoreCase((70, 300)), CoreCase((70, 300), q=4)], ids=lambda c: c.id)
+def test_the_largest_values_fit_partials_of_f16(case):
+    """448 in every key and equal weights: the sums pass 65504, the largest f16, by far."""
+    given = core_inputs(case, poison=False)
+    given.cache[:] = 0x7E
+    given.query.view(torch.uint8)[:] = 0
+    machine = Machine(given)
+    out, lse = machine.core()
+    assert machine.partial.dtype == torch.float16
+    assert (out == 448 * given.out_scale).all()
+    check(given, out, lse, 1e-6)
+
+
 POISONED = [CoreCase((300, 65), heads=6), CoreCase((300, 9), heads=6, q=2), CoreCase((300, 9, 65), heads=12, q=4)]
 
 
