@@ -143,23 +143,10 @@ def show(key: Key, json: Json = False) -> None:
 
 
 @app.command("why")
+@args.takes_plan
 def why(
+    given: args.PlanArguments,
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help=_PREFIX_HELP, autocompletion=complete)] = None,
-    plan: args.PlanFile = None,
-    model: args.Model = None,
-    tp: args.Tp = None,
-    target: args.TargetList = None,
-    kv_format: args.KvFormat = None,
-    batches: args.Batches = None,
-    queries: args.Queries = None,
-    page_size: args.PageSize = None,
-    max_context: args.MaxContext = None,
-    core: args.Core = None,
-    dcp: args.Dcp = None,
-    interleave: args.Interleave = None,
-    epilogues: args.Epilogues = None,
-    host: args.Host = None,
-    p_dtype: args.PDtype = None,
     json: Json = False,
 ) -> None:
     """Says for a key, or for every key of a deployment, whether it is there; if not, what the nearest entry has other.
@@ -168,23 +155,6 @@ def why(
 
     Example: k3dsl cache why --target sm_90a --batches 1-8 --queries 1,4
     """
-    given = args.PlanArguments(
-        plan,
-        model,
-        tp,
-        target,
-        kv_format,
-        batches,
-        queries,
-        page_size,
-        max_context,
-        core,
-        dcp,
-        interleave,
-        epilogues,
-        host,
-        p_dtype,
-    )
     cache = open_cache()
     if key is not None:
         if given != args.PlanArguments():

@@ -7,45 +7,15 @@ from k3dsl.cli.console import Json, emit, out, table
 from k3dsl.deployment import Deployment
 
 
+@args.takes_plan
 def plan(
-    plan: args.PlanFile = None,
-    model: args.Model = None,
-    tp: args.Tp = None,
-    target: args.TargetList = None,
-    kv_format: args.KvFormat = None,
-    batches: args.Batches = None,
-    queries: args.Queries = None,
-    page_size: args.PageSize = None,
-    max_context: args.MaxContext = None,
-    core: args.Core = None,
-    dcp: args.Dcp = None,
-    interleave: args.Interleave = None,
-    epilogues: args.Epilogues = None,
-    host: args.Host = None,
-    p_dtype: args.PDtype = None,
+    given: args.PlanArguments,
     json: Json = False,
 ) -> None:
     """Shows the core of every prepared (rows, q), why it is that one, and every key. Builds nothing.
 
     Example: k3dsl plan --target sm_90a --batches 1-8 --queries 1,4 --json
     """
-    given = args.PlanArguments(
-        plan,
-        model,
-        tp,
-        target,
-        kv_format,
-        batches,
-        queries,
-        page_size,
-        max_context,
-        core,
-        dcp,
-        interleave,
-        epilogues,
-        host,
-        p_dtype,
-    )
     plans = given.deployments()
     shapes, keys = shape_rows(plans), key_rows(plans)
     if json:

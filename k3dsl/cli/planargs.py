@@ -1,10 +1,12 @@
 """The arguments that name a deployment, shared by warmup, plan and `cache why`; the plan file has the same names."""
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -52,11 +54,6 @@ PDtype = Annotated[
     typer.Option("--p-dtype", help="Softmax weights in the hopper core: f16 or e4m3 (fp8 cache).", show_default="auto"),
 ]
 
-_NAMES: Final = (
-    "model", "tp", "target", "kv_format", "batches", "queries", "page_size", "max_context", "core", "dcp", "interleave",
-    "epilogues", "host", "p_dtype",
-)  # fmt: skip
-
 #: Numbers of a range, at most: far more than any step has rows.
 _MOST: Final = 4096
 
@@ -80,23 +77,23 @@ def numbers(text: "str | list[int]", what: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """The arguments as given; None where they were not."""
+    """The arguments as given; None where they were not. `takes_plan` makes options of them."""
 
-    plan: Path | None = None
-    model: str | None = None
-    tp: int | None = None
-    target: str | None = None
-    kv_format: str | None = None
-    batches: str | None = None
-    queries: str | None = None
-    page_size: int | None = None
-    max_context: int | None = None
-    core: str | None = None
-    dcp: int | None = None
-    interleave: int | None = None
-    epilogues: str | None = None
-    host: str | None = None
-    p_dtype: str | None = None
+    plan: PlanFile = None
+    model: Model = None
+    tp: Tp = None
+    target: TargetList = None
+    kv_format: KvFormat = None
+    batches: Batches = None
+    queries: Queries = None
+    page_size: PageSize = None
+    max_context: MaxContext = None
+    core: Core = None
+    dcp: Dcp = None
+    interleave: Interleave = None
+    epilogues: Epilogues = None
+    host: Host = None
+    p_dtype: PDtype = None
 
     def deployments(self) -> list[Deployment]:
         """One deployment a target. Raises ConfigError for bad arguments or a bad plan file."""
@@ -116,6 +113,32 @@ class PlanArguments:
             targets = _present()
         names = targets if isinstance(targets, list) else [t.strip() for t in str(targets).split(",")]
         return [Deployment(dims, target=name, **given) for name in dict.fromkeys(names)]
+
+
+#: Those that a plan file may have.
+_NAMES: Final = tuple(field.name for field in fields(PlanArguments) if field.name != "plan")
+
+
+def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of PlanArguments in place of its parameter `given`."""
+    own, options = inspect.signature(command, eval_str=True), get_type_hints(PlanArguments, include_extras=True)
+    found: list[inspect.Parameter] = []
+    for parameter in own.parameters.values():
+        if parameter.name != "given":
+            found.append(parameter)
+            continue
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        found += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        given = PlanArguments(**{name: arguments.pop(name) for name in options})
+        command(given=given, **arguments)
+
+    # Both are what typer reads.
+    run.__signature__ = own.replace(parameters=found)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    return run
 
 
 def _dtypes(text: "str | list[str]") -> tuple[str, ...]:

@@ -12,22 +12,9 @@ from k3dsl.preparing import Progress, Report, lacking
 from k3dsl.preparing import warmup as warm
 
 
+@args.takes_plan
 def warmup(
-    plan: args.PlanFile = None,
-    model: args.Model = None,
-    tp: args.Tp = None,
-    target: args.TargetList = None,
-    kv_format: args.KvFormat = None,
-    batches: args.Batches = None,
-    queries: args.Queries = None,
-    page_size: args.PageSize = None,
-    max_context: args.MaxContext = None,
-    core: args.Core = None,
-    dcp: args.Dcp = None,
-    interleave: args.Interleave = None,
-    epilogues: args.Epilogues = None,
-    host: args.Host = None,
-    p_dtype: args.PDtype = None,
+    given: args.PlanArguments,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at work.", show_default="cores")] = os.cpu_count() or 1,
     json: Json = False,
 ) -> None:
@@ -37,23 +24,6 @@ def warmup(
 
     Example: k3dsl warmup --target sm_90a,sm_100a --batches 1-8,16,32,64 --queries 1,4
     """
-    given = args.PlanArguments(
-        plan,
-        model,
-        tp,
-        target,
-        kv_format,
-        batches,
-        queries,
-        page_size,
-        max_context,
-        core,
-        dcp,
-        interleave,
-        epilogues,
-        host,
-        p_dtype,
-    )
     plans = given.deployments()
     from k3dsl.cache import CompileCache
 
