@@ -1,5 +1,6 @@
 """`k3dsl cache`: what is there, why something is not, and what to do with it."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -382,9 +383,9 @@ def import_(
     if json:
         emit(msgspec.to_builtins(report))
         return
-    view = table("Skipped", "key", "target", "reason")
-    for item in report.skipped:
-        view.add_row(item.digest[:12], item.target, item.reason)
+    view = table("Skipped", "entries", "target", "reason", right=("entries",))  # each by its key: --json
+    for (skipped, reason), count in Counter((item.target, item.reason) for item in report.skipped).items():
+        view.add_row(str(count), skipped, reason)
     if view.row_count:
         out().print(view)
     out().print(
