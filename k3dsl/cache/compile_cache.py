@@ -1,5 +1,6 @@
 """The cache that users hold: memory, one folder, layers, and at last a build, each key built once."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,8 +127,8 @@ class CompileCache:
                 )
             elif flight.error is not None:
                 self._home.note_lock(flight.error)
-            # Another may have built it while we came here; without a folder to write to, another thread of ours.
-            entry = found[0] if found else self._from_memory(key) or (self._from_disk(key) if folder else None)
+            # Another may have built it while we came here; a cache that only reads finds what another one wrote.
+            entry = found[0] if found else self._from_memory(key) or self._from_disk(key)
             return entry if entry is not None else self._build(key, build)
 
     def reread(self, key: CompileKey) -> Entry | None:
@@ -331,7 +332,8 @@ class CompileCache:
         removed = self._memory.drop(digest)
         if self._home.folder is not None and not self.read_only:
             for path in self._home.folder.paths_of(digest):
-                self._home.folder.remove(path)
+                with contextlib.suppress(FileNotFoundError):  # another process was faster: it is gone
+                    self._home.folder.remove(path)
                 removed = True
         return removed
 

@@ -36,6 +36,15 @@ _gates: "WeakValueDictionary[tuple[str, str], _Gate]" = WeakValueDictionary()
 _gates_guard = threading.Lock()
 
 
+def _forget() -> None:
+    """A child of fork has none of the threads that are through a gate."""
+    global _gates, _gates_guard
+    _gates, _gates_guard = WeakValueDictionary(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 class Flight:
     """Entered by one thread of one process at a time, for one digest, at most `timeout` seconds after asking.
 

@@ -21,6 +21,20 @@ _FINAL: Final = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EL
 _MEMORY: Final = "kernels stay in memory"
 
 
+class _Turn:
+    """A lock for one thread at a time. The same thread may come again, from a log or signal handler; a child of fork,
+    which has none of its parent's threads, begins anew."""
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.RLock()
+
+    def take(self) -> "threading.RLock":
+        """The lock, for a `with`."""
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        return self._lock
+
+
 class Home:
     """The folder that a cache reads first and writes to.
 
@@ -46,12 +60,12 @@ class Home:
             self.folder = folder if self._believed(folder) else None
         self.writes = self.folder is not None and not read_only
         self._prepared = False
-        self._preparing = threading.Lock()
+        self._preparing = _Turn()
 
     def writable(self) -> Folder | None:
         """The folder, made if it was not there; None where nothing may or can be stored."""
         if self.writes and not self._prepared:
-            with self._preparing:  # a thread that comes second waits for what the first finds out
+            with self._preparing.take():  # a thread that comes second waits for what the first finds out
                 self._prepare()
         return self.folder if self.writes else None
 

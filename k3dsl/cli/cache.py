@@ -404,8 +404,6 @@ def _remove(cache: "CompileCache", keys: "Iterable[CompileKey | str]", json: boo
                 removed.append(digest)
             else:
                 failed.append({"digest": digest, "reason": "it is in a layer, which is only read"})
-        except FileNotFoundError:
-            removed.append(digest)  # another process was faster: it is gone
         except OSError as error:
             failed.append({"digest": digest, "reason": str(error)})
     if json:

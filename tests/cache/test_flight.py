@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,6 +113,69 @@ def test_threads_agree_that_a_folder_cannot_be_made(
         assert first.result(10) is second.result(10)
     assert build.calls == 1
     assert cache.stats()["write_failed"] == 1
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, fresh: Fresh, build: Builder
+) -> None:
+    """Forked while one thread makes the folder and then builds: the child has no such thread, and goes on at once."""
+    entered, going = threading.Event(), threading.Event()
+    create = Folder.create
+
+    def slow(self: Folder) -> None:
+        if not entered.is_set():
+            entered.set()
+            going.wait(10)
+        create(self)
+
+    monkeypatch.setattr(Folder, "create", slow)
+    cache = fresh(lock_timeout=20)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cache.get_or_build, make_key(1), build)
+        entered.wait(10)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)  # instead of a hang
+            os._exit(0 if cache.get_or_build(make_key(1), build).source == "built" else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        going.set()
+        assert first.result(10).key == make_key(1)
+
+
+def test_a_thread_may_come_again_while_it_makes_the_folder(
+    monkeypatch: pytest.MonkeyPatch, fresh: Fresh, build: Builder
+) -> None:
+    """As from a log handler that looks at the cache."""
+    cache = fresh()
+    entered: list[bool] = []
+
+    def create(self: Folder) -> None:
+        if not entered:
+            entered.append(True)
+            cache.pin([make_key(2)])
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(Folder, "create", create)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cache.get_or_build, make_key(1), build).result(10).source == "built"
+
+
+def test_a_cache_that_only_reads_takes_what_another_one_builds(fresh: Fresh, build: Builder) -> None:
+    """Two caches on one folder in one process: the wait for the build must not end in a second one."""
+    started = threading.Event()
+
+    def slow(key: Any) -> Built:
+        started.set()
+        time.sleep(0.3)
+        return build(key)
+
+    writes, reads = fresh(), fresh(read_only=True)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(writes.get_or_build, make_key(), slow)
+        started.wait(10)
+        assert reads.get_or_build(make_key(), build).payload == payload_of(make_key())
+        first.result(10)
+    assert build.calls == 1
 
 
 def test_different_keys_do_not_wait_for_each_other(cache: CompileCache, fresh: Fresh, build: Builder) -> None:
@@ -237,6 +301,21 @@ def build_for_ever(root: Path, seed: int) -> None:
         cache.remove(make_key(generator.randrange(12)))
 
 
+def test_two_may_remove_one_entry(cache: CompileCache, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes second finds it gone, which is what was wanted."""
+    cache.get_or_build(make_key(), build)
+    remove = Folder.remove
+
+    def second(self: Folder, path: str) -> None:
+        remove(self, path)
+        remove(self, path)
+
+    monkeypatch.setattr(Folder, "remove", second)
+    assert cache.remove(make_key())
+    assert not cache.remove(make_key())
+    assert list(cache.entries()) == []
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kill_at_any_point(root: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Lessons 1, 2, 3, 9: after kill -9 at random points no entry is torn, nobody hangs, the next run heals."""
@@ -248,6 +327,8 @@ def test_kill_at_any_point(root: Path, monkeypatch: pytest.MonkeyPatch, seed: in
             if pid == 0:
                 try:
                     build_for_ever(root, generator.randrange(10**9))
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             children.append(pid)
