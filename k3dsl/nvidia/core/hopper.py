@@ -33,7 +33,7 @@ MAX_COLUMNS: Final = 48
 MAX_SPLITS: Final = 160
 #: Tiles a request may have before a CTA takes two: below it, one more split costs less than one more tile.
 SINGLE_TILES: Final = 32
-#: From here on more warpgroups or other shares do the work on a tile (docs/hopper.md).
+#: N from which on more warpgroups or other shares do the work on a tile: of blocks of more than 24 columns.
 WIDE_COLUMNS: Final = 32
 #: Tiles of P that shared memory holds.
 PARTS_OF_P: Final = 4
@@ -98,7 +98,7 @@ class HopperKey:
     @property
     def n(self) -> int:
         """N of PV's wgmmas; that of QK's is n // halves."""
-        if self.apart:  # one N, so one share of the registers to find: no other of them compiles without spills
+        if self.apart:  # always the largest: how registers are shared out was found for this N, at 32 it does not hold
             return MAX_COLUMNS
         return -(-self.block // (8 * self.halves)) * 8 * self.halves
 
@@ -109,7 +109,7 @@ class HopperKey:
 
     @property
     def partial(self) -> str:
-        """Type of the partials: for FP8 f16 of O / l, at most 448; for BF16, whose values have any size, f32 of O."""
+        """Type of the partials: for FP8 f16 of O / l, below 480; for BF16, whose values have any size, f32 of O."""
         return "f16" if self.kv == "fp8" else "f32"
 
     @property
@@ -398,8 +398,7 @@ def merge_key(key: HopperKey, *, requests: int) -> MergeKey:
 
     Few (request, column) pairs need every CTA they can get: four latent slices of each, the splits shared by eight
     warps (17 partials each in flight: 132 splits at once). With more pairs fewer CTAs each, as a launch of too many
-    takes longer than they save: at 192 pairs of 33 splits (4 requests of 8k, q=4) 256 latents by 2 groups take 3.2 us
-    and whole columns 6.9, at 3072 pairs halves take 19.1 us and whole columns 9.8 (H200, sweep in docs/hopper.md).
+    takes longer than they save (H200, sweep in docs/hopper.md).
     """
     pairs = requests * key.columns
     if pairs <= 24:

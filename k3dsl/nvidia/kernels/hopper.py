@@ -4,17 +4,17 @@ Products are swapped: S^T = K Q^T has keys as M and query columns as N, O^T += V
 cost N = 8..48 and not a padded M of 64, and both products read the cache as it lies in shared memory.
 
 A CTA has a column block and a run of 64-key tiles (kernels/cut.py). Of the two warps after the consumers one loads
-tiles, the other queries. Two consumer warpgroups do it all in turn (hopper_together.py), or with FP8 and 32 columns or
-more two do S and P and two do O, up to four tiles behind (hopper_apart.py):
-* S: a warpgroup does a tile, or half of the columns of a tile;
-* softmax: reference m and sum l a column, in registers, in log2 units. Scores become P with the m of the steps before;
-  only where one is more than 2^8 above it, all warps agree on a new m first. P goes to shared memory (two buffers in
-  turn, so that one barrier a step is enough);
+tiles, the other queries. Two consumer warpgroups do it all in turn (hopper_together.py), or with FP8 and more than 24
+columns two do S and P and two do O, up to four tiles behind (hopper_apart.py):
+* S: a warpgroup does a tile; with BF16 and more than 24 columns half of the columns of a tile;
+* softmax: reference m and sum l a column, in log2 units. Scores become P with the m of the tiles before; only where one
+  is more than 8 above it, the warps that share a tile agree on a new m first. P goes to shared memory, to several
+  places in turn, so that none waits for O;
 * O: of the warpgroups that do it one accumulates the first 256 latents, the other the rest. Nothing is exchanged at
   the end.
 
 Rounding: S in float32 (FP8: one accumulation chain a 128-element box, added in float32: a chain that runs over all of
-them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3; l sums the unrounded P; O in float32.
+them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3; l sums the unrounded P; O in float32; partials of FP8 to f16.
 """
 
 import cuda.bindings.driver as cuda

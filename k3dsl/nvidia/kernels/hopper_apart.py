@@ -16,12 +16,17 @@ from k3dsl.nvidia.core.hopper import PARTS_OF_P, TILE
 from k3dsl.nvidia.kernels import cut, ptx
 from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, UNSEEN, Tile, fill, put
 
-#: The named barrier by which warpgroup 0 gets m from warpgroup 1; the next one is for the other way.
-TURN = 4
+#: Named barriers: OWN + g of scoring warpgroup g alone, BOTH of the two, TURN + g by which g gets m from the other.
+OWN, BOTH, TURN = 1, 3, 4
 
 
 class Apart(Tile):
     """A warpgroup does one of the products."""
+
+    @property
+    def flag(self):
+        """Offset of the flag that m has risen, behind the factors that go with a part of P."""
+        return self.key.n * 4
 
     @cute.jit
     def score(
@@ -56,7 +61,7 @@ class Apart(Tile):
                 if valid < TILE + key.q - 1:
                     self.mask(s, valid, request)
                 if valid < TILE:
-                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # all warps have read the keys
+                    cute.arch.barrier(barrier_id=OWN + group, number_of_threads=128)  # all warps have read the keys
                     self.clear_values(tile, 0, valid)
                 if i >= PARTS_OF_P:
                     cute.arch.mbarrier_wait(p_empty + part, (i // PARTS_OF_P - 1) & 1)
@@ -67,14 +72,14 @@ class Apart(Tile):
                     self.catch_up(total, base, i - 1)
                     put(m, self.shared_figures(base + lay.m + self.exchange_place()[1]))
                 risen = Int32(0)
-                if ptx.barrier_any((step == 0) | (self.worst(s, m, scale_log2) > P_LIMIT), 1 + group, 128):
+                if ptx.barrier_any((step == 0) | (self.worst(s, m, scale_log2) > P_LIMIT), OWN + group, 128):
                     row, column_at = self.exchange_place()
                     self.share_peaks(s, base + lay.peaks + row * key.n * 4 + column_at)
-                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+                    cute.arch.barrier(barrier_id=OWN + group, number_of_threads=128)
                     self.raise_m(total, m, base, part, scale_log2)
                     risen = Int32(1)
                 if ptx.thread_x() & 127 == 0:
-                    ptx.sts_b32(self.factors_of(base, part), risen, offset=key.n * 4)
+                    ptx.sts_b32(self.factors_of(base, part), risen, offset=self.flag)
                 if step + 1 < count:
                     cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
                 # ---- P
@@ -88,11 +93,11 @@ class Apart(Tile):
             if lane == 0:
                 cute.arch.mbarrier_arrive(query_empty + buffer)
             # ---- both have their part of l; the one that did not do the last tile may have it by an older m
-            cute.arch.barrier(barrier_id=3, number_of_threads=256)
+            cute.arch.barrier(barrier_id=BOTH, number_of_threads=256)
             if (done + count - 1 + group) & 1 != 0:
                 self.catch_up(total, base, done + count - 1)
             put(m, self.shared_figures(base + lay.m + self.exchange_place()[1]))
-            self.share_sums(total, base, lane, 3, 256)
+            self.share_sums(total, base, lane, BOTH, 256)
             if ptx.thread_x() < 32:
                 if segment > 0:
                     cute.arch.mbarrier_wait(l_empty, (segment - 1) & 1)
@@ -113,14 +118,14 @@ class Apart(Tile):
         self.store_stats(m, stats, base, lane, request, slots)
 
     def factors_of(self, base, part):
-        """Where the factors for O stand that go with a part of P; behind them the flag that m has risen."""
+        """Where the factors for O stand that go with a part of P."""
         return base + self.smem.factors + part * (self.key.n * 4 + 8)
 
     @cute.jit
     def catch_up(self, total, base, i):
         """Brings this thread's part of l to the m that tile i was done with, if that has risen there."""
         at = self.factors_of(base, i % PARTS_OF_P)
-        if ptx.lds_b32(at, offset=self.key.n * 4) != 0:
+        if ptx.lds_b32(at, offset=self.flag) != 0:
             factor = self.shared_figures(at + self.exchange_place()[1])
             put(total, [total[x] * factor[x] for x in range(self.cols)])
 
@@ -142,7 +147,7 @@ class Apart(Tile):
         self, partial, full, empty, p_full, p_empty, l_full, l_empty, base, warp, group, lane, work, cta, slots
     ):  # fmt: skip
         """Warpgroups 2 and 3: O of half of the latents, tile by tile."""
-        key, lay = self.key, self.smem
+        lay = self.smem
         stages = lay.stages
         w, c = warp & 3, lane & 3
         start, end = cut.run(work, cta)
@@ -160,7 +165,7 @@ class Apart(Tile):
                 cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
                 cute.arch.mbarrier_wait(p_full + part, (i // PARTS_OF_P) & 1)
                 factors = self.factors_of(base, part)
-                if ptx.lds_b32(factors, offset=key.n * 4) != 0:
+                if ptx.lds_b32(factors, offset=self.flag) != 0:
                     self.rescale(acc, self.shared_figures(factors + c * 8))
                 p_lo = ptx.descriptor(base + lay.p + part * lay.p_bytes)
                 self.values_fp8(acc, mine + stage * lay.tile_bytes, p_lo)

@@ -73,10 +73,10 @@ class Tile:
 
     def own_columns(self, q_lo, column_half):
         """Descriptors of a warpgroup's columns of the query at q_lo: in the boxes, and in the tail."""
-        n, tail = self.key.n, self.boxes * self.key.n * 128 // 16
-        if self.key.halves == 1:
-            return q_lo, q_lo + tail
-        return q_lo + column_half * (n // 2 * 128 // 16), q_lo + tail + column_half * (n // 2 * 64 // 16)
+        n = self.key.n
+        if self.key.halves > 1:  # BF16, which has no tail
+            q_lo = q_lo + column_half * (n // 2 * 128 // 16)
+        return q_lo, q_lo + self.boxes * n * 128 // 16
 
     def scores(self, k_lo, q_lo, q_tail):
         """S^T of a tile, 64 keys x own columns, as own / 2 Float32. q_lo, q_tail: see own_columns."""
@@ -317,6 +317,8 @@ class Tile:
         With few columns a chain is added while the next one runs. With many there are registers for half of one only,
         and other warpgroups fill the gap.
         """
+        # The chain before is added between the two wgmmas of this one, the first of which is in flight meanwhile; with
+        # two parts in front of both, as there are no registers for two chains.
         parts, size = (2, self.half // 2) if self.key.apart else (1, self.half)
         flying = None
 

@@ -27,7 +27,7 @@ class Merge:
     def __init__(self, key: MergeKey) -> None:
         self.key = key
         self.lanes = key.slice // 4  # threads of a group
-        self.size = PARTIALS[key.partial]  # bytes of an element
+        self.size = PARTIALS[key.partial]  # bytes of an element, and so 32-bit words of four
         self.half = key.partial == "f16"
 
     @cute.jit
