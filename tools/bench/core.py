@@ -1,7 +1,10 @@
 """The hopper attention core with its merge: us by batch and context, beside the goals and the best published kernels.
 
-    k3dsl bench --what core [--quick] [--save FILE]
+    k3dsl bench --what core [--quick] [--against zeros | --against merges] [--json FILE]
     python tools/bench/core.py --build            builds the kernels into the user's cache; needs no GPU
+
+--against zeros measures the long rows on normal data and on zeros, which take so little power that the clock stays up;
+--against merges measures other shapes of the merge.
 
 Calls of one graph read disjoint windows of a random permutation of the pages of a pool of several GB, so nothing of a
 call is in L2 when it begins; core and merge follow each other by programmatic launches; us is the median of replays
@@ -22,6 +25,11 @@ POOL: Final = 65536
 PAUSE: Final = 0.2
 #: One request of 128k among short ones.
 MIXED: Final = (131072, *(1024 + 48 * i for i in range(63)))
+
+
+METHOD: Final = (
+    "graph of calls on disjoint windows of a random permutation of 65536 pages, median of replays over the calls"
+)
 
 
 class Shape(NamedTuple):
@@ -58,6 +66,18 @@ SHAPES: Final = (
     _row("bf16", 12, 4, 16, 8192, None, 50.3), _row("bf16", 12, 4, 64, 8192, None, 153.6),
     Shape("fp8", 12, 1, MIXED),
 )  # fmt: skip
+#: Rows that reach the power limit.
+LONG: Final = tuple(s for s in SHAPES if s.kv == "fp8" and s.q * s.heads >= 48 and sum(s.lengths) >= 64 * 8192)
+#: (row, shapes of the merge: slice, groups, batch) to compare; the first is what `merge_key` gives.
+MERGES: Final = (
+    (_row("fp8", 12, 1, 1, 8192), ((128, 8, 17), (128, 4, 17), (128, 8, 8))),
+    (_row("fp8", 12, 4, 1, 8192), ((128, 4, 17), (128, 8, 17), (256, 4, 17), (256, 2, 17))),
+    (_row("fp8", 12, 4, 1, 131072), ((128, 4, 17), (128, 8, 17), (256, 4, 17))),
+    (_row("fp8", 12, 4, 4, 8192), ((256, 2, 17), (256, 4, 17), (128, 4, 17))),
+    (_row("fp8", 12, 1, 64, 8192), ((512, 1, 8), (512, 1, 16), (512, 2, 8))),
+    (_row("fp8", 12, 4, 64, 8192), ((512, 1, 8), (512, 1, 16), (512, 2, 8))),
+    (Shape("fp8", 12, 1, MIXED), ((512, 1, 8), (512, 1, 16), (512, 2, 8), (512, 4, 8), (256, 1, 16), (256, 2, 8))),
+)
 QUICK: Final = tuple(s for s in SHAPES if len(set(s.lengths)) == 1 and sum(s.lengths) <= 131072)
 #: Types of P that are measured where there is a choice: the default, and the other.
 PS: Final = (None, "e4m3")
@@ -77,7 +97,17 @@ def keys() -> list[Any]:
         for p in variants(shape):
             core = hopper.choose(heads=shape.heads, q=shape.q, page=PAGE, kv=shape.kv, p=p)
             found += [core, hopper.merge_key(core, requests=len(shape.lengths))]
+    for shape, merges in MERGES:
+        core = hopper.choose(heads=shape.heads, q=shape.q, page=PAGE, kv=shape.kv)
+        found += [merge_of(core, merge) for merge in merges]
     return list(dict.fromkeys(found))
+
+
+def merge_of(core: Any, shape: tuple[int, int, int]) -> Any:
+    """The merge of this shape (slice, groups, batch) for a core's partials."""
+    from k3dsl.nvidia.core import hopper
+
+    return hopper.MergeKey(core.block, *shape, partial=core.partial)
 
 
 class Bench:
@@ -107,7 +137,9 @@ class Bench:
         entry = self.objects.get_or_build(compile_key(key, "sm_90a"), build)
         return Module.load(driver(), entry.payload).function(0)
 
-    def measure(self, shape: Shape, p: str | None, repeats: int) -> dict[str, Any]:
+    def measure(
+        self, shape: Shape, p: str | None, repeats: int, merge_shape: tuple[int, int, int] | None = None
+    ) -> dict[str, Any]:
         import torch
 
         from k3dsl.nvidia.core import hopper
@@ -119,7 +151,7 @@ class Bench:
         requests, width = len(shape.lengths), -(-max(shape.lengths) // PAGE)
         counts = [-(-length // PAGE) for length in shape.lengths]
         key = hopper.choose(heads=shape.heads, q=shape.q, page=PAGE, kv=shape.kv, p=p)
-        merge = hopper.merge_key(key, requests=requests)
+        merge = merge_of(key, merge_shape) if merge_shape else hopper.merge_key(key, requests=requests)
         sizes = hopper.workspace(key, requests=requests, sm_count=self.sm_count)
         lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cuda")
         query = torch.randn(requests * shape.q, shape.heads, 576, device="cuda").bfloat16()
@@ -182,13 +214,21 @@ class Bench:
 
 
 def run(against: str | None = None, commit: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """All rows; see the module."""
+    """All rows, or those of a comparison; see the module."""
     import torch
+
+    from k3dsl.errors import ConfigError
 
     from . import harness
 
+    if against not in (None, "zeros", "merges"):
+        raise ConfigError(f"against={against!r} must be zeros or merges")
     harness.require_gpu()
     rows = []
+    if against is not None:
+        bench = Bench("fp8")
+        compared = on_zeros(bench) if against == "zeros" else other_merges(bench)
+        return {"conditions": harness.conditions(commit, METHOD), "rows": compared}
     for kv in ("fp8", "bf16"):
         bench = Bench(kv)
         for shape in QUICK if quick else SHAPES:
@@ -196,10 +236,22 @@ def run(against: str | None = None, commit: str | None = None, quick: bool = Fal
                 rows += [bench.measure(shape, p, 5 if quick else 9) for p in variants(shape)]
         del bench
         torch.cuda.empty_cache()
-    method = (
-        "graph of calls on disjoint windows of a random permutation of 65536 pages, median of replays over the calls"
-    )
-    return {"conditions": harness.conditions(commit, method), "rows": rows}
+    return {"conditions": harness.conditions(commit, METHOD), "rows": rows}
+
+
+def on_zeros(bench: Bench) -> list[dict[str, Any]]:
+    """The long rows with normal keys and, after those, with zeros."""
+    rows = []
+    for data in ("normal", "zeros"):
+        if data == "zeros":
+            bench.pool.zero_()
+        rows += [{**bench.measure(shape, p, 9), "data": data} for shape in LONG for p in variants(shape)]
+    return rows
+
+
+def other_merges(bench: Bench) -> list[dict[str, Any]]:
+    """Rows with the merge in several shapes."""
+    return [{**bench.measure(shape, None, 9, merge), "merge": merge} for shape, merges in MERGES for merge in merges]
 
 
 def show(document: dict[str, Any], console: Any) -> None:
@@ -208,13 +260,15 @@ def show(document: dict[str, Any], console: Any) -> None:
 
     gpu = document["conditions"]["gpu"].get("name", "this device")
     columns = ("heads", "q", "B x context", "P", "us", "core us", "GB/s", "goal us", "peer us", "of peer")
-    made = table(f"Attention core and merge on {gpu}, us", "cache", *columns, right=columns)
+    what = next((name for name in ("data", "merge") if document["rows"] and name in document["rows"][0]), None)
+    made = table(f"Attention core and merge on {gpu}, us", "cache", *columns, *([what] if what else []), right=columns)
     for row in document["rows"]:
         peer, goal = row["peer_us"], row["goal_us"]
         made.add_row(
             row["kv"], str(row["heads"]), str(row["q"]), f"{row['requests']} x {row['context']}", row["p"],
             f"{row['us']:.2f}", f"{row['core_us']:.2f}", f"{row['gb_s']:.0f}", "-" if goal is None else f"{goal:.1f}",
             "-" if peer is None else f"{peer:.1f}", "-" if peer is None else f"{peer / row['us']:.2f}x",
+            *([str(row[what])] if what else []),
         )  # fmt: skip
     console.print(made)
 
