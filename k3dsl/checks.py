@@ -114,6 +114,7 @@ def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tens
     slots         int64 [>= rows], contiguous
     block_table   int32 [>= rows / q, width]
     lengths       int32 [>= rows / q], contiguous
+    totals        int32 [>= rows / q], contiguous
     """
     requests, columns = rows // q, dims.heads * dims.v
     # Element type, what people read, the least of each axis, and which axes may not be longer.
@@ -123,6 +124,7 @@ def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tens
         "slots": (torch.int64, f"[{rows}]", (rows,), (False,)),
         "block_table": (torch.int32, f"[{requests}, width]", (requests, 1), (False, False)),
         "lengths": (torch.int32, f"[{requests}]", (requests,), (False,)),
+        "totals": (torch.int32, f"[{requests}]", (requests,), (False,)),
     }
     bad = []
     for what, tensor in tensors.items():

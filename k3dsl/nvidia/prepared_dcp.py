@@ -145,8 +145,8 @@ class PreparedDcp(PreparedMla):
                 or target & 3
                 or (cache is not self._kv() and place(cache) != self._place)
             ):
-                bad = step_problems(self._dims, projected.shape[0], q, self._runtime.torch_device, lengths=totals)
-                require("run", [text.replace("lengths", "totals", 1) for text in bad])
+                device = self._runtime.torch_device
+                require("run", step_problems(self._dims, projected.shape[0], q, device, totals=totals))
                 strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
         except (AttributeError, IndexError):

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ptx_cluster import U64, Buffer, Cluster, Program, bits32, f32, wrap
+from ptx_cluster import Buffer, Cluster, Program
+from ptx_values import U64, bits32, f32, wrap
 
 
 def f16_bits(values):

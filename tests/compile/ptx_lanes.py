@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from ptx_cluster import U64, bits32, e4m3_bits, f32, signed, wrap
 from ptx_grid import Cta, f16_bits
+from ptx_values import U64, bits32, e4m3_bits, f32, signed, wrap
 
 #: Value of every byte of an e4m3.
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()

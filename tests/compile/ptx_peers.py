@@ -14,8 +14,9 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from ptx_cluster import U64, Buffer, Program, bf16_bits, bf16_values, f32, signed, wrap
+from ptx_cluster import Buffer, Program
 from ptx_grid import Cta, Memory
+from ptx_values import U64, bf16_bits, bf16_values, f32, signed, wrap
 
 TICK = 1000  # nanoseconds
 

@@ -24,11 +24,12 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from ptx_cluster import SMEM_BASE, U64, Buffer, Program, bf16_values, bits32, f32, signed
+from ptx_cluster import SMEM_BASE, Buffer, Program
 from ptx_grid import Memory
 from ptx_lanes import E4M3, Lanes
 from ptx_races import Races, words_of
 from ptx_tma import Map, swizzled
+from ptx_values import U64, bf16_values, bits32, f32, signed
 
 
 class WarpProgram(Program):

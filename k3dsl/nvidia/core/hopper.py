@@ -20,6 +20,8 @@ PAGES: Final = (32, 64, 128)
 KV: Final = ("fp8", "bf16")
 #: Types of P by cache; the first is the default.
 P_DTYPES: Final = {"fp8": ("f16", "e4m3"), "bf16": ("bf16",)}
+#: m of a column that has seen no key, for core and merge: below every score, and differences of it are finite.
+UNSEEN: Final = -1.0e30
 #: Types of the partials and their bytes.
 PARTIALS: Final = {"f16": 2, "f32": 4}
 TARGETS: Final = ("sm_90a",)

@@ -15,6 +15,9 @@ columns two do S and P and two do O, up to four tiles behind (hopper_apart.py):
 
 Rounding: S in float32 (FP8: one accumulation chain a 128-element box, added in float32: a chain that runs over all of
 them loses 3 bits); P to f16, bf16 or, times 2^4, e4m3; l sums the unrounded P; O in float32; partials of FP8 to f16.
+
+What bounds it: memory up to 24 columns; beyond, the card's power in long calls and the rate of shared memory; with few
+tiles a CTA the latency of one tile, the partials and the merge (docs/hopper.md).
 """
 
 import cuda.bindings.driver as cuda

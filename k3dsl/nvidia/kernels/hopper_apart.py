@@ -12,9 +12,9 @@ largest score stands between two tiles: the products and the exponentials of one
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from k3dsl.nvidia.core.hopper import PARTS_OF_P, TILE
+from k3dsl.nvidia.core.hopper import PARTS_OF_P, TILE, UNSEEN
 from k3dsl.nvidia.kernels import cut, ptx
-from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, UNSEEN, Tile, fill, put
+from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, Tile, fill, put
 
 #: Named barriers: OWN + g of scoring warpgroup g alone, BOTH of the two, TURN + g by which g gets m from the other.
 OWN, BOTH, TURN = 1, 3, 4

@@ -4,7 +4,12 @@ Fragments. Lane (r, c) = (lane // 4, lane % 4) of warp w has in accumulator [4g 
 8g + 2c + b. FP8 V reaches the A operand by ldmatrix.trans of 16-bit units: register j of a lane has keys 8j + 2c (low
 half) and 8j + 2c + 1, latents 2r and 2r + 1. Accumulator rows r and r + 8 then are latents 2r and 2r + 1 of the warp's
 16. BF16 V is read by the wgmma itself, transposed.
+
+Rounding and what bounds it: see hopper.py.
 """
+
+from functools import reduce
+from operator import add
 
 import cutlass
 from cutlass import Float32, Int64, cute
@@ -18,8 +23,6 @@ from k3dsl.nvidia.kernels import ptx
 #: leaves both room above and, with a smallest value of 2^-9, 13 bits below.
 P_LIMIT = 8.0
 P_TOP = {"f16": 0.0, "bf16": 0.0, "e4m3": 4.0}
-#: m of a column that has seen no key: below every score, and its square of a difference is still finite.
-UNSEEN = -1.0e30
 #: Bytes from one 128-byte wide box of a tile to the next.
 BOX = TILE * 128
 #: FP8 QK chains that a warpgroup has in flight, by N: as many as registers allow.
@@ -42,12 +45,9 @@ def put_at(registers, at, values):
         registers[at + x] = value
 
 
-def sum_of(values):
-    """Their sum, from the first to the last."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+def added(a, b):
+    """The sums of two lists; the second if there is no first."""
+    return b if a is None else [x + y for x, y in zip(a, b, strict=True)]
 
 
 def lane_of(thread):
@@ -80,34 +80,26 @@ class Tile:
 
     def scores(self, k_lo, q_lo, q_tail):
         """S^T of a tile, 64 keys x own columns, as own / 2 Float32. q_lo, q_tail: see own_columns."""
-        n, fp8 = self.key.n, self.fp8
-        boxes = [(b * BOX, q_lo + b * n * 128 // 16, 4, ptx.SW128) for b in range(self.boxes)]
-        if fp8:
-            boxes.append((self.boxes * BOX, q_tail, 2, ptx.SW64))
-        chains = len(boxes) if fp8 else 1  # a bf16 wgmma adds in float32: one chain is exact enough
-        depth = CHAINS[self.own] if fp8 else 1
-        flying, result = [], None
-
-        def land(result):
-            d = ptx.settled(flying.pop(0))
-            return d if result is None else [x + y for x, y in zip(result, d, strict=True)]
-
-        for b, (k_at, q_at, steps, layout) in enumerate(boxes):
-            if b < chains:
-                if len(flying) == depth:
-                    cute.nvgpu.warpgroup.wait_group(depth - 1)
-                    result = land(result)
-                flying.append([Float32(0.0)] * (self.own // 2))
-                cute.nvgpu.warpgroup.fence()
-            for k in range(steps):
-                a, q = k_lo + (k_at + 32 * k) // 16, q_at + 2 * k
-                follows = k > 0 or b >= chains
-                flying[-1] = ptx.wgmma_ss("e4m3" if fp8 else "bf16", flying[-1], a, layout, q, layout, follows)
-            if b >= chains - 1 or fp8:
+        n = self.key.n
+        boxes = [(k_lo, b * BOX, q_lo + b * (n * 128 // 16), 4, ptx.SW128) for b in range(self.boxes)]
+        if not self.fp8:  # a bf16 wgmma adds in float32: one chain over all boxes is exact enough
+            d = self.zeros()
+            cute.nvgpu.warpgroup.fence()
+            for b, box in enumerate(boxes):
+                d = self.products("bf16", d, *box, follows=b > 0)
                 cute.nvgpu.warpgroup.commit_group()
+            cute.nvgpu.warpgroup.wait_group(0)
+            return ptx.settled(d)
+        boxes.append((k_lo, self.boxes * BOX, q_tail, 2, ptx.SW64))
+        depth, flying, result = CHAINS[self.own], [], None
+        for box in boxes:
+            if len(flying) == depth:
+                cute.nvgpu.warpgroup.wait_group(depth - 1)
+                result = added(result, ptx.settled(flying.pop(0)))
+            flying.append(self.chain(*box))
         cute.nvgpu.warpgroup.wait_group(0)
-        while flying:
-            result = land(result)
+        for d in flying:
+            result = added(result, ptx.settled(d))
         return result
 
     @cute.jit
@@ -116,20 +108,33 @@ class Tile:
 
         A loop: unrolled, ptxas puts the additions off and takes registers for all of them.
         """
-        put(s, self.chain(k_lo + self.boxes * BOX // 16, q_tail, 2, ptx.SW64))
-        for box in cutlass.range(self.boxes, unroll=1):
-            d = self.chain(k_lo + box * (BOX // 16), q_lo + box * (self.key.n * 128 // 16), 4, ptx.SW128)
-            put(s, [s[x] + y for x, y in enumerate(d)])
-
-    def chain(self, k, q, steps, layout):
-        """A chain of FP8 products from 0 on: `steps` times 32 elements of a box of keys and of queries."""
-        d = [Float32(0.0)] * (self.own // 2)
-        cute.nvgpu.warpgroup.fence()
-        for step in range(steps):
-            d = ptx.wgmma_ss("e4m3", d, k + 2 * step, layout, q + 2 * step, layout, step > 0)
-        cute.nvgpu.warpgroup.commit_group()
+        d = self.chain(k_lo, self.boxes * BOX, q_tail, 2, ptx.SW64)
         cute.nvgpu.warpgroup.wait_group(0)
-        return ptx.settled(d)
+        put(s, ptx.settled(d))
+        for box in cutlass.range(self.boxes, unroll=1):
+            d = self.chain(k_lo + box * (BOX // 16), 0, q_lo + box * (self.key.n * 128 // 16), 4, ptx.SW128)
+            cute.nvgpu.warpgroup.wait_group(0)
+            put(s, added([s[x] for x in range(self.own // 2)], ptx.settled(d)))
+
+    def chain(self, k, at, q, steps, layout):
+        """Sets a chain of FP8 products going that begins at 0: `steps` times 32 elements of a box."""
+        cute.nvgpu.warpgroup.fence()
+        d = self.products("e4m3", self.zeros(), k, at, q, steps, layout)
+        cute.nvgpu.warpgroup.commit_group()
+        return d
+
+    def zeros(self):
+        """Accumulators of own columns."""
+        return [Float32(0.0)] * (self.own // 2)
+
+    def products(self, kind, d, k, at, q, steps, layout, follows=False):
+        """d (+)= keys x queries over `steps` times 32 bytes, of keys from byte `at` of the tile on; k, q: descriptors.
+
+        follows: whether d counts at first.
+        """
+        for step in range(steps):
+            d = ptx.wgmma_ss(kind, d, k + (at + 32 * step) // 16, layout, q + 2 * step, layout, follows or step > 0)
+        return d
 
     def first_column(self):
         """The first column of a request whose scores this thread has; the others are 8g + b after it."""
@@ -380,7 +385,7 @@ class Tile:
         found = []
         for g in range(self.own // 8):
             parts = [ptx.lds_v2f(at, offset=x * self.key.n * 4 + 32 * g) for x in range(8 if self.fp8 else 4)]
-            found += [sum_of([part[b] for part in parts]) for b in range(2)]
+            found += [reduce(add, (part[b] for part in parts)) for b in range(2)]
         return found
 
     @cute.jit

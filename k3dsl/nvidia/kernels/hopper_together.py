@@ -1,13 +1,18 @@
-"""The consumers of the `hopper` core where two warpgroups work out S, P and O in turn. See hopper.py."""
+"""The consumers of the `hopper` core where two warpgroups work out S, P and O in turn. See hopper.py.
+
+A step is two tiles with FP8, one for each warpgroup's S, and one tile with BF16. Warpgroup g then accumulates latents
+256 g.. of O over the tiles of the step. One barrier a step, at which all vote whether m holds: P lies in two places in
+turn, so that a step may write while the slower warpgroup still reads the one before.
+"""
 
 import math
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from k3dsl.nvidia.core.hopper import TILE
+from k3dsl.nvidia.core.hopper import TILE, UNSEEN
 from k3dsl.nvidia.kernels import cut, ptx
-from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, UNSEEN, Tile, fill, put
+from k3dsl.nvidia.kernels.hopper_tile import BOX, P_LIMIT, Tile, fill, put
 
 
 class Together(Tile):

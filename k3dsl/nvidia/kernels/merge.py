@@ -7,6 +7,9 @@ front of the first key, is exactly 0 and -inf. A partial in float32 is O_s, one 
 A CTA owns one column and a slice of the latents. `warps` warps hold the data (a lane 4 latents of every groups-th
 split) and ask for `batch` partials at once, while one more warp works out the weights: both latencies overlap. In one
 warp, ptxas puts the two groups of loads one after the other.
+
+All sums are float32; the output is rounded once, to bf16. What bounds it is one round of loads from L2 at small batch,
+the number of CTAs at large (docs/hopper.md).
 """
 
 import cuda.bindings.driver as cuda
@@ -14,10 +17,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, PARTIALS, MergeKey
+from k3dsl.nvidia.core.hopper import LATENT, MAX_SPLITS, PARTIALS, UNSEEN, MergeKey
 from k3dsl.nvidia.kernels import cut, ptx
 
-UNSEEN = -1.0e30  # as the core writes it
 CHUNK = 8  # partials of a batch that are weighed without a look at whether there are so many
 
 
