@@ -84,6 +84,17 @@ def test_plan_builds_nothing_and_lists_what_is_missing(capsys):
     assert list(CompileCache().entries()) == []
 
 
+def test_plan_says_once_what_all_keys_of_a_kernel_have_alike(capsys):
+    code, out, _ = k3dsl(capsys, "plan", "--target", "sm_90a", "--batches", "1,2", "--epilogues", "none")
+    assert code == 0
+    rows = [line for line in out.splitlines() if line.split()[1:2] == ["mla_query"]]
+    assert [row.split()[2:-2] for row in rows] == [["tile=1"], ["tile=2"]]
+    assert "every mla_query: kv_format=fp8 schedule=narrow" in out.splitlines()
+    [core] = [line for line in out.splitlines() if line.split()[1:2] == ["mla_hopper"]]
+    assert "kv=fp8" in core  # one key: nothing to have alike
+    assert "every mla_hopper" not in out
+
+
 def test_a_failed_key_is_a_finding(capsys, monkeypatch):
     from k3dsl import CompileError
 

@@ -14,6 +14,8 @@ def plan(
 ) -> None:
     """Shows the core of every prepared (rows, q), why it is that one, and every key. Builds nothing.
 
+    What all keys of a kernel have alike stands below the table, once.
+
     Example: k3dsl plan --target sm_90a --batches 1-8 --queries 1,4 --json
     """
     plans = given.deployments()
@@ -25,13 +27,29 @@ def plan(
     for s in shapes:
         cores.add_row(s["target"], str(s["rows"]), str(s["q"]), s["core"], s["reason"])
     objects = table("Keys", "key", "kernel", "params", "target", "present")
+    alike = _alike(keys)
     for k in keys:
-        params = " ".join(f"{name}={value}" for name, value in sorted(k["params"].items()))
-        objects.add_row(k["digest"][:12], k["kernel"], params, k["target"], "yes" if k["present"] else "no")
+        own = dict(k["params"].items() - alike[k["kernel"]])
+        objects.add_row(k["digest"][:12], k["kernel"], _words(own), k["target"], "yes" if k["present"] else "no")
     console = out()
     console.print(cores)
     console.print(objects)
+    for kernel, params in alike.items():
+        if params:
+            console.print(f"every {kernel}: {_words(dict(params))}")
     console.print(f"{sum(k['present'] for k in keys)} of {len(keys)} keys present")
+
+
+def _alike(keys: list[dict[str, Any]]) -> dict[str, set[tuple[str, Any]]]:
+    """Kernel -> what all its keys have alike: nothing for a kernel with one key."""
+    found: dict[str, list[set[tuple[str, Any]]]] = {}
+    for k in keys:
+        found.setdefault(k["kernel"], []).append(set(k["params"].items()))
+    return {kernel: set.intersection(*each) if len(each) > 1 else set() for kernel, each in found.items()}
+
+
+def _words(params: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(params.items()))
 
 
 def shape_rows(plans: list[Deployment]) -> list[dict[str, Any]]:
