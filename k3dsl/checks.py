@@ -165,5 +165,15 @@ def require(what: str, problems: list[str]) -> None:
         raise ConfigError.of(what, problems)
 
 
+def place(t: Tensor) -> tuple[Any, ...]:
+    """What makes two cache tensors the same to every kernel."""
+    return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()
+
+
+def layout(t: Tensor) -> tuple[Any, ...]:
+    """What the checks of a step's tensor depend on, but its address: a layout that passed is not looked at again."""
+    return t.dtype, t.get_device(), t.shape, t.stride()
+
+
 def _on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)

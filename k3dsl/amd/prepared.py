@@ -16,7 +16,7 @@ from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MlaPreBuild
 from k3dsl.amd.rank import MlaPreRank
 from k3dsl.amd.weights import arguments_of, oracle_weights, require_pre_attention
 from k3dsl.capture import guard
-from k3dsl.checks import not_prepared, require, step_problems, tensor_problems
+from k3dsl.checks import layout, not_prepared, place, require, step_problems, tensor_problems
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError, NotPrepared
 from k3dsl.reference import mla_pre as oracle
@@ -128,13 +128,13 @@ class PreparedMlaPre:
             bad += decode.problems(kv)
         require("prepare_cache", bad)
         assert decode is not None
-        if self._place == _place(kv):
+        if self._place == place(kv):
             self._kv = ref(kv)
             return
         plans = {} if self._runtime is None else {shape: self._plan(key, kv) for shape, key in self._keys.items()}
         decode.warm(kv, self.shapes, self.rank.q_heads)
         self._retired.append((self._plans, self.decode))  # a graph may still use them
-        self._plans, self.decode, self._kv, self._place = plans, decode, ref(kv), _place(kv)
+        self._plans, self.decode, self._kv, self._place = plans, decode, ref(kv), place(kv)
         self._layouts = set()
 
     def run(
@@ -185,21 +185,21 @@ class PreparedMlaPre:
             key = self._keys.get(shape)
             if key is None or self._place is None:
                 raise self._refusal(rows, count, delta is not None)
-            layout = (
+            seen = (
                 shape,
-                _layout(prefix),
-                None if delta is None else _layout(delta),
-                _layout(blocks),
-                _layout(slots),
+                layout(prefix),
+                None if delta is None else layout(delta),
+                layout(blocks),
+                layout(slots),
             )
             second = 0 if delta is None else delta.data_ptr()
             first, third, fourth = prefix.data_ptr(), blocks.data_ptr(), slots.data_ptr()
             if (
-                layout not in self._layouts
+                seen not in self._layouts
                 or (first | second | third) & 15
-                or (cache is not self._kv() and _place(cache) != self._place)
+                or (cache is not self._kv() and place(cache) != self._place)
             ):
-                self._admit(layout, key, prefix, delta, blocks, cache, slots)
+                self._admit(seen, key, prefix, delta, blocks, cache, slots)
         except (AttributeError, IndexError):
             require("run", tensor_problems({"delta": delta}, prefix=prefix, blocks=blocks, cache=cache, slots=slots))
             raise
@@ -247,10 +247,10 @@ class PreparedMlaPre:
             if totals is not None:
                 totals = pad_metadata(requests, block_table, totals)[1]
             block_table, lengths = pad_metadata(requests, block_table, lengths)
-        known = None if totals is None else _layout(totals)
-        layout = (rows, q, _layout(out), _layout(block_table), _layout(lengths), known)
-        if layout not in self._layouts:
-            self._admit_metadata(layout, rows, q, out, block_table, lengths, totals)
+        known = None if totals is None else layout(totals)
+        seen = (rows, q, layout(out), layout(block_table), layout(lengths), known)
+        if seen not in self._layouts:
+            self._admit_metadata(seen, rows, q, out, block_table, lengths, totals)
         if cache is not self._kv():
             self._require_bound(cache)
         return block_table, lengths, totals
@@ -340,7 +340,7 @@ class PreparedMlaPre:
 
     def _admit(
         self,
-        layout: Any,
+        seen: Any,
         key: MlaPreBuild,
         prefix: Tensor,
         delta: Tensor | None,
@@ -350,11 +350,11 @@ class PreparedMlaPre:
     ) -> None:
         self._require_bound(cache)
         require("run", launch_problems(key, **self._arguments(key, prefix, delta, blocks, cache, slots)))
-        self._remember(layout)
+        self._remember(seen)
 
     def _admit_metadata(
         self,
-        layout: Any,
+        seen: Any,
         rows: int,
         q: int,
         out: Tensor,
@@ -369,19 +369,19 @@ class PreparedMlaPre:
         elif self.rank.ranks > 1:
             bad += [f"totals is None, must be int32 [{rows // q}] on {self.rank.ranks} ranks: lengths are one rank's"]
         require("run", bad)
-        self._remember(layout)
+        self._remember(seen)
 
     def _require_bound(self, cache: Tensor) -> None:
-        if _place(cache) != self._place:
+        if place(cache) != self._place:
             raise ConfigError(
                 f"run: cache at {cache.data_ptr():#x} {list(cache.shape)} is not the one that was prepared: call "
                 "prepare_cache(kv_cache) when the cache moves"
             )
 
-    def _remember(self, layout: Any) -> None:
+    def _remember(self, seen: Any) -> None:
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
-        self._layouts.add(layout)
+        self._layouts.add(seen)
 
     def _refusal(self, rows: int, nblocks: int | None, delta: bool | None, q: int = 1) -> Exception:
         if self._place is None:
@@ -422,15 +422,6 @@ def _require_rank(rank: MlaPreRank, batches: tuple[int, ...], w_uk: str, device:
     if (rank.ranks > 1) != (combine is not None):
         bad.append(f"combine is {'missing' if combine is None else 'given'} with ranks={rank.ranks}")
     require("PreparedMlaPre", bad)
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.dtype, t.get_device(), t.shape, t.stride()
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    """What makes two cache tensors the same to every kernel."""
-    return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()
 
 
 #: Ranks that layers of one deployment share, by device and facts; gone with the last layer.

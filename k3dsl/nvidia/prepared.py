@@ -7,7 +7,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from k3dsl.checks import cache_problems, kv_format_of, not_prepared, require, step_problems, tensor_problems
+from k3dsl.checks import (
+    cache_problems,
+    kv_format_of,
+    layout,
+    not_prepared,
+    place,
+    require,
+    step_problems,
+    tensor_problems,
+)
 from k3dsl.deployment import Deployment
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError
@@ -179,14 +188,8 @@ class PreparedMla:
                 raise self._refusal(projected.shape[0], q)
             if lengths.shape[0] < step.requests or block_table.shape[0] < step.requests:
                 block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
-            layout = (
-                *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
-                *(out.dtype, out.get_device(), out.shape, out.stride()),
-                *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
-                *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
-                *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
-            )
-            strides = self._layouts.get(layout)
+            seen = (q, layout(projected), layout(out), layout(slots), layout(block_table), layout(lengths))
+            strides = self._layouts.get(seen)
             source, target = projected.data_ptr(), out.data_ptr()
             if (
                 strides is None
@@ -194,7 +197,7 @@ class PreparedMla:
                 or target & 3
                 or (cache is not self._kv() and place(cache) != self._place)
             ):
-                strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
+                strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
         except (AttributeError, IndexError):
             require(
@@ -440,7 +443,7 @@ class PreparedMla:
 
     def _admit(
         self,
-        layout: Any,
+        seen: Any,
         projected: Tensor,
         out: Tensor,
         cache: Tensor,
@@ -467,7 +470,7 @@ class PreparedMla:
         strides = projected.stride(0) if rows > 1 else self._dims.pitch, block_table.stride(0)
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
-        self._layouts[layout] = strides
+        self._layouts[seen] = strides
         return strides
 
     def _require_bound(self, cache: Tensor) -> None:
@@ -485,8 +488,3 @@ class _Dummy(NamedTuple):
     slots: Tensor
     table: Tensor
     lengths: Tensor
-
-
-def place(t: Tensor) -> tuple[Any, ...]:
-    """What makes two cache tensors the same to every kernel."""
-    return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()

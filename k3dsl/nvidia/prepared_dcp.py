@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from k3dsl.checks import require, step_problems, tensor_problems
+from k3dsl.checks import layout, place, require, step_problems, tensor_problems
 from k3dsl.errors import ConfigError
 from k3dsl.nvidia import dcp
 from k3dsl.nvidia.core import choose, tokenspeed
@@ -17,7 +17,7 @@ from k3dsl.nvidia.dcp_box import DcpBox
 from k3dsl.nvidia.dcp_stages import DcpCore, DcpQuery, DcpValue
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
 from k3dsl.nvidia.metadata import pad_requests, parity_problems, table_problems
-from k3dsl.nvidia.prepared import PreparedMla, place
+from k3dsl.nvidia.prepared import PreparedMla
 from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Workspace
 from k3dsl.nvidia.stages import HopperCore
@@ -129,15 +129,8 @@ class PreparedDcp(PreparedMla):
                 block_table, lengths, padded = pad_requests(requests, block_table[:n], lengths[:n], totals[:n])
                 assert padded is not None
                 totals = padded
-            layout = (
-                *(q, projected.dtype, projected.get_device(), projected.shape, projected.stride()),
-                *(out.dtype, out.get_device(), out.shape, out.stride()),
-                *(slots.dtype, slots.get_device(), slots.shape, slots.stride()),
-                *(block_table.dtype, block_table.get_device(), block_table.shape, block_table.stride()),
-                *(lengths.dtype, lengths.get_device(), lengths.shape, lengths.stride()),
-                *(totals.dtype, totals.get_device(), totals.shape, totals.stride()),
-            )
-            strides = self._layouts.get(layout)
+            seen = (q, *map(layout, (projected, out, slots, block_table, lengths, totals)))
+            strides = self._layouts.get(seen)
             source, target = projected.data_ptr(), out.data_ptr()
             if (
                 strides is None
@@ -147,7 +140,7 @@ class PreparedDcp(PreparedMla):
             ):
                 device = self._runtime.torch_device
                 require("run", step_problems(self._dims, projected.shape[0], q, device, totals=totals))
-                strides = self._admit(layout, projected, out, cache, slots, block_table, lengths, q)
+                strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
         except (AttributeError, IndexError):
             require(
