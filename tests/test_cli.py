@@ -272,7 +272,7 @@ def test_a_row_of_a_table_is_a_line_where_there_is_no_terminal(capsys, monkeypat
     key = Deployment(MlaDims(), target="sm_90a", batches=(1,)).keys()[0]
     _, said, _ = k3dsl(capsys, "plan", *PLAN)
     [row] = [line for line in said.splitlines() if key.short in line]
-    assert all(word in row for word in (key.kernel, "sm_90a", "kv_format=fp8"))
+    assert all(word in row for word in (key.kernel, "sm_90a", "schedule=narrow", "tile=1", "yes"))
 
 
 def test_an_interrupted_warmup_says_how_far_it_came(capsys, monkeypatch, compilers):
