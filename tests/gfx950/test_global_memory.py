@@ -48,6 +48,32 @@ def test_global_widths(n: int, shift: int, model: str) -> None:
     np.testing.assert_array_equal(result[: 64 * n], source[4:])
 
 
+@pytest.mark.parametrize("model", ["flat", "weak"])
+@pytest.mark.parametrize("lanes", [(1 << 64) - 1, 0x8000_F00F_0000_00FF], ids=hex)
+@pytest.mark.parametrize("flip", [0, 63, 5])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_lanes_in_order_and_out_of_order(n: int, flip: int, lanes: int, model: str) -> None:
+    """Pieces of n dwords that lie behind each other in memory, in the order of the lanes or not; all lanes or some."""
+    source = words(64 * n)
+    regs = f"v[10:{9 + n}]" if n > 1 else "v10"
+    suffix = f"x{n}" if n > 1 else ""
+    code = f"""v_xor_b32 v4, {flip}, v0
+        v_mul_u32_u24 v4, {4 * n}, v4
+        v_mul_u32_u24 v5, {4 * n}, v0
+        s_mov_b32 exec_lo, {lanes & 0xFFFFFFFF:#x}
+        s_mov_b32 exec_hi, {lanes >> 32:#x}
+        global_load_dword{suffix} {regs}, v4, s[4:5]
+        s_waitcnt vmcnt(0)
+        global_store_dword{suffix} v5, {regs}, s[6:7]
+        global_store_dword{suffix} v4, {regs}, s[6:7] offset:{256 * n}"""
+    straight, back = run(code, source, np.zeros(128 * n, "<u4"), model=model, seed=1).reshape(2, 64, n)
+    active = np.array([lanes >> lane & 1 for lane in range(64)], bool)
+    order = np.arange(64) ^ flip
+    pieces = source.reshape(64, n)
+    np.testing.assert_array_equal(straight, np.where(active[:, None], pieces[order], 0))
+    np.testing.assert_array_equal(back, np.where(active[order][:, None], pieces, 0))
+
+
 def test_small_loads_and_stores() -> None:
     source = words(64)
     code = """global_load_ubyte v10, v1, s[4:5] offset:1

@@ -21,6 +21,14 @@ static void range(u32 first, u32 n, u64* m) {  // bits [first, first + n) of a l
         m[half] = high > low ? (high - low == 64 ? ~u64(0) : ((u64(1) << (high - low)) - 1) << low) : 0;
     }
 }
+static void add(u64* m, const u64* span) {
+    m[0] |= span[0];
+    m[1] |= span[1];
+}
+static void remove(u64* m, const u64* span) {
+    m[0] &= ~span[0];
+    m[1] &= ~span[1];
+}
 static u8* memory(u64 address) { return reinterpret_cast<u8*>(address); }
 
 static LineState& state_of(Region& r, u64 line) {
@@ -30,20 +38,13 @@ static LineState& state_of(Region& r, u64 line) {
 }
 static u32 visible(const Region& r, u64 base) { return u32(r.high > base + LINE ? LINE : r.high - base); }
 
-Line& Caches::at(u64 number) {
-    if (!hot || hot_number != number) {
-        hot = &lines[number];
-        hot_number = number;
-    }
-    return *hot;
-}
-
 // From here on the line's copies are explicit: every cache that held it untouched gets a clean copy of the old bytes.
 Line& Caches::track(Region& r, u64 number) {
     LineState& state = state_of(r, number);
-    Line& line = at(number);
-    if (state.tracked) return line;
-    state.tracked = 1;
+    if (state.tracked) return *state.tracked;
+    Line& line = lines.emplace_back();
+    line.number = number;
+    state.tracked = &line;
     u64 base = number * LINE;
     u32 first = base < r.low ? u32(r.low - base) : 0, end = visible(r, base);
     auto copy_clean = [&](Copy& c) {
@@ -52,7 +53,7 @@ Line& Caches::track(Region& r, u64 number) {
     };
     for (u64 m = state.in_l2; m; m &= m - 1) {
         copy_clean(line.l2[__builtin_ctzll(m)]);
-        held[__builtin_ctzll(m)].push_back(number);
+        held[__builtin_ctzll(m)].push_back(&line);
     }
     for (u32 m = state.in_device; m && devices > 1; m &= m - 1) copy_clean(line.device[__builtin_ctz(m)]);
     return line;
@@ -64,11 +65,11 @@ bool Caches::direct(Wave& w, Region& r, u64 number, int scope) {
     int device = w.group->device, l2 = device * XCDS + w.group->xcd;
     if (scope < SCOPE_DEVICE && !(state.in_l2 >> l2 & 1)) {
         state.in_l2 |= u64(1) << l2;
-        filled[l2].push_back(number);
+        filled[l2].push_back(&state);
     }
     if (devices > 1 && scope < SCOPE_SYSTEM && !(state.in_device >> device & 1)) {
         state.in_device |= u8(1 << device);
-        filled_device[device].push_back(number);
+        filled_device[device].push_back(&state);
     }
     return true;
 }
@@ -80,18 +81,11 @@ void Caches::read_line(Wave& w, Region& r, u64 number, u32 offset, u8* out, u32 
         std::memcpy(out, memory(base + offset), n);
         return;
     }
-    Line& line = at(number);
-    Copy* near = nullptr;
-    auto found = line.l2.find(l2);
-    if (found != line.l2.end()) near = &found->second;
-    else if (scope < SCOPE_DEVICE) near = &line.l2[l2];
-    if (near && scope < SCOPE_DEVICE && !(near->valid[0] | near->valid[1])) held[l2].push_back(number);
+    Line& line = *state_of(r, number).tracked;
+    Copy* near = scope < SCOPE_DEVICE ? &line.l2[l2] : line.l2.find(l2);
+    if (near && scope < SCOPE_DEVICE && !(near->valid[0] | near->valid[1])) held[l2].push_back(&line);
     Copy* far = nullptr;
-    if (devices > 1) {
-        auto f = line.device.find(device);
-        if (f != line.device.end()) far = &f->second;
-        else if (scope < SCOPE_SYSTEM) far = &line.device[device];
-    }
+    if (devices > 1) far = scope < SCOPE_SYSTEM ? &line.device[device] : line.device.find(device);
     if (near && scope < SCOPE_DEVICE) {  // everything in the near copy
         u64 span[2];
         range(offset, n, span);
@@ -132,58 +126,45 @@ void Caches::read_line(Wave& w, Region& r, u64 number, u32 offset, u8* out, u32 
     }
 }
 
-void Caches::store_below_l2(Line& line, u64 base, int device, u32 k, u8 byte, int scope) {
+void Caches::store_below_l2(Line& line, int device, u32 first, u32 n, const u8* in, int scope) {
+    u64 span[2];
+    range(first, n, span);
     if (devices > 1 && scope < SCOPE_SYSTEM) {
         Copy& far = line.device[device];
-        far.data[k] = byte;
-        set(far.valid, k);
-        set(far.dirty, k);
+        std::memcpy(far.data + first, in, n);
+        add(far.valid, span);
+        add(far.dirty, span);
         return;
     }
-    if (devices > 1) {
-        auto f = line.device.find(device);
-        if (f != line.device.end()) {
-            drop(f->second.valid, k);
-            drop(f->second.dirty, k);
-        }
+    if (Copy* far = devices > 1 ? line.device.find(device) : nullptr) {
+        remove(far->valid, span);
+        remove(far->dirty, span);
     }
-    *memory(base + k) = byte;
+    std::memcpy(memory(line.number * LINE + first), in, n);
 }
 
 void Caches::write_line(Wave& w, Region& r, u64 number, u32 offset, const u8* in, u32 n, int scope) {
     int device = w.group->device, l2 = device * XCDS + w.group->xcd;
     Line& line = track(r, number);
-    u64 base = number * LINE;
+    u64 span[2];
+    range(offset, n, span);
     if (scope < SCOPE_DEVICE) {
         Copy& near = line.l2[l2];
-        if (!(near.valid[0] | near.valid[1])) held[l2].push_back(number);
-        if (!(near.dirty[0] | near.dirty[1])) dirty[l2].push_back(number);
-        u64 span[2];
-        range(offset, n, span);
+        if (!(near.valid[0] | near.valid[1])) held[l2].push_back(&line);
+        if (!(near.dirty[0] | near.dirty[1])) dirty[l2].push_back(&line);
         std::memcpy(near.data + offset, in, n);
-        for (int half = 0; half < 2; half++) {
-            near.valid[half] |= span[half];
-            near.dirty[half] |= span[half];
-        }
+        add(near.valid, span);
+        add(near.dirty, span);
         near.writer_pc = w.program[w.pc].pc;
         near.writer_wave = w.id;
         near.writer_group = i32(w.group->id);
         return;
     }
-    auto found = line.l2.find(l2);
-    if (found != line.l2.end()) {
-        u64 span[2];
-        range(offset, n, span);
-        for (int half = 0; half < 2; half++) {
-            found->second.valid[half] &= ~span[half];
-            found->second.dirty[half] &= ~span[half];
-        }
+    if (Copy* near = line.l2.find(l2)) {
+        remove(near->valid, span);
+        remove(near->dirty, span);
     }
-    if (devices == 1) {
-        std::memcpy(memory(base + offset), in, n);
-        return;
-    }
-    for (u32 i = 0; i < n; i++) store_below_l2(line, base, device, offset + i, in[i], scope);
+    store_below_l2(line, device, offset, n, in, scope);
 }
 
 void Caches::read(Wave& w, Region& r, u64 address, u8* out, u32 n, int scope) {
@@ -211,12 +192,11 @@ u8* Caches::atomic_place(Wave& w, Region& r, u64 address, u32 n, int scope) {
     Line& line = track(r, address / LINE);
     u64 base = address / LINE * LINE;
     u32 offset = u32(address % LINE);
-    auto near = line.l2.find(l2);
-    if (near != line.l2.end())
+    if (Copy* near = line.l2.find(l2))
         for (u32 k = offset; k < offset + n; k++) {
-            if (bit(near->second.dirty, k)) store_below_l2(line, base, device, k, near->second.data[k], scope);
-            drop(near->second.valid, k);
-            drop(near->second.dirty, k);
+            if (bit(near->dirty, k)) store_below_l2(line, device, k, 1, near->data + k, scope);
+            drop(near->valid, k);
+            drop(near->dirty, k);
         }
     if (devices == 1) return memory(address);
     Copy& far = line.device[device];
@@ -239,21 +219,22 @@ u8* Caches::atomic_place(Wave& w, Region& r, u64 address, u32 n, int scope) {
 void Caches::write_back(int device, int xcd, int scope) {
     if (scope < SCOPE_DEVICE) return;
     int l2 = device * XCDS + xcd;
-    for (u64 number : dirty[l2]) {
-        Line& line = lines[number];
-        Copy& near = line.l2[l2];
-        for (u32 k = 0; k < LINE; k++)
-            if (bit(near.dirty, k)) store_below_l2(line, number * LINE, device, k, near.data[k], scope);
+    for (Line* line : dirty[l2]) {
+        Copy& near = line->l2[l2];
+        for (u32 k = 0, n; k < LINE; k += n + 1) {
+            for (n = 0; k + n < LINE && bit(near.dirty, k + n);) n++;
+            if (n) store_below_l2(*line, device, k, n, near.data + k, scope);
+        }
         near.dirty[0] = near.dirty[1] = 0;
     }
     dirty[l2].clear();
     if (devices == 1 || scope < SCOPE_SYSTEM) return;
-    for (auto& [number, line] : lines) {
-        auto far = line.device.find(device);
-        if (far == line.device.end()) continue;
+    for (Line& line : lines) {
+        Copy* far = line.device.find(device);
+        if (!far) continue;
         for (u32 k = 0; k < LINE; k++)
-            if (bit(far->second.dirty, k)) *memory(number * LINE + k) = far->second.data[k];
-        far->second.dirty[0] = far->second.dirty[1] = 0;
+            if (bit(far->dirty, k)) *memory(line.number * LINE + k) = far->data[k];
+        far->dirty[0] = far->dirty[1] = 0;
     }
 }
 
@@ -264,34 +245,21 @@ void Caches::invalidate(int device, int xcd, int scope) {
         c.valid[0] = c.dirty[0];
         c.valid[1] = c.dirty[1];
     };
-    std::vector<u64> kept;
-    for (u64 number : held[l2]) {
-        Copy& near = lines[number].l2[l2];
+    std::vector<Line*> kept;
+    for (Line* line : held[l2]) {
+        Copy& near = line->l2[l2];
         clean(near);
-        if (near.valid[0] | near.valid[1]) kept.push_back(number);
+        if (near.valid[0] | near.valid[1]) kept.push_back(line);
     }
     held[l2].swap(kept);
     if (devices > 1 && scope == SCOPE_SYSTEM)
-        for (auto& [number, line] : lines) {
-            auto far = line.device.find(device);
-            if (far != line.device.end()) clean(far->second);
-        }
-    auto forget = [&](std::vector<u64>& list, auto clear) {
-        Region* r = nullptr;
-        for (u64 number : list) {
-            u64 base = number * LINE;
-            if (!r || base + LINE <= r->low || base >= r->high) {
-                r = nullptr;
-                for (Region& candidate : machine.regions)
-                    if (base < candidate.high && base + LINE > candidate.low && candidate.lines) r = &candidate;
-            }
-            if (r) clear(state_of(*r, number));
-        }
-        list.clear();
-    };
-    forget(filled[l2], [&](LineState& s) { s.in_l2 &= ~(u64(1) << l2); });
-    if (devices > 1 && scope == SCOPE_SYSTEM)
-        forget(filled_device[device], [&](LineState& s) { s.in_device &= u8(~(1 << device)); });
+        for (Line& line : lines)
+            if (Copy* far = line.device.find(device)) clean(*far);
+    for (LineState* s : filled[l2]) s->in_l2 &= ~(u64(1) << l2);
+    filled[l2].clear();
+    if (devices == 1 || scope < SCOPE_SYSTEM) return;
+    for (LineState* s : filled_device[device]) s->in_device &= u8(~(1 << device));
+    filled_device[device].clear();
 }
 
 void Caches::flush_device(int device) {
@@ -299,10 +267,13 @@ void Caches::flush_device(int device) {
 }
 
 std::string Caches::explain(u64 address, u32 n) const {
-    auto found = lines.find(address / LINE);
-    if (found == lines.end()) return "";
+    u64 number = address / LINE;
+    auto r = std::find_if(machine.regions.begin(), machine.regions.end(),
+                          [=](const Region& x) { return x.low <= address && address < x.high; });
+    Line* line = r != machine.regions.end() ? state_of(*r, number).tracked : nullptr;
+    if (!line) return "";
     u32 offset = u32(address % LINE);
-    for (auto& [l2, copy] : found->second.l2)
+    for (auto& [l2, copy] : line->l2.all)
         for (u32 k = offset; k < offset + n && k < u32(LINE); k++)
             if (bit(copy.dirty, k)) {
                 char text[200];
@@ -310,12 +281,12 @@ std::string Caches::explain(u64 address, u32 n) const {
                               copy.writer_group, copy.writer_wave, copy.writer_pc, l2 / XCDS, l2 % XCDS);
                 return text;
             }
-    for (auto& [device, copy] : found->second.device)
+    for (auto& [device, copy] : line->device.all)
         for (u32 k = offset; k < offset + n && k < u32(LINE); k++)
             if (bit(copy.dirty, k)) return "a store to it stops at device scope on device " + std::to_string(device) + ": its reader needs system scope (sc0 sc1)";
-    for (auto& [l2, copy] : found->second.l2)
+    for (auto& [l2, copy] : line->l2.all)
         for (u32 k = offset; k < offset + n && k < u32(LINE); k++)
-            if (bit(copy.valid, k) && copy.data[k] != *memory(found->first * LINE + k))
+            if (bit(copy.valid, k) && copy.data[k] != *memory(number * LINE + k))
                 return "the L2 of device " + std::to_string(l2 / XCDS) + " XCD " + std::to_string(l2 % XCDS) +
                        " holds an old copy: a reader there needs sc1 or buffer_inv sc1";
     return "";

@@ -111,6 +111,7 @@ struct Wave {
     RegisterSet busy, known;      // vector registers with a load outstanding; registers written at least once
     u64 busy_s[2] = {0, 0};
     Pending* pending = nullptr;
+    u32 unsettled = 0;            // operations in `pending` that have not happened yet
     // what the wave last waited for: filled by loads, read by the deadlock report
     u64 fresh_at = 0, last_address = 0;
     u32 repeats = 0, last_value = 0;

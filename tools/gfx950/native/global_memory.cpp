@@ -129,6 +129,15 @@ static void buffer_address(Wave& w, const Ins& I, MemOp& op) {
     const u32 *index = w.row(I.a), *extra = w.row(I.a + (indexed ? 1 : 0));
     op.lanes = w.exec();
     u32 step = std::max<u32>(1, op.step);
+    if (!stride) {  // most are raw buffers that no lane leaves
+        u32 last = 0;
+        EACH_LANE {
+            u32 o = (offset ? extra[l] : 0) + u32(I.imm);
+            last = std::max(last, o);
+            op.address[l] = base + scalar + o;
+        }
+        if (u64(last) + scalar + u64(op.size) * step <= records) return;
+    }
     EACH_LANE {
         u32 i = indexed ? index[l] : 0, o = (offset ? extra[l] : 0) + u32(I.imm);
         op.address[l] = base + scalar + o + u64(stride) * i;
@@ -190,6 +199,24 @@ static Region* whole_region(Wave& w, const MemOp& op, bool store) {
     Region* r = find_region(w, op.low, u32(op.high - op.low), store);
     return r && !r->known ? r : nullptr;
 }
+// Whether all lanes are active and each begins where the one before it ends.
+static bool in_one_piece(const MemOp& op, u32 step) {
+    if (op.lanes != ALL || op.high - op.low != u64(LANES) * 4 * step) return false;
+    u64 off = 0;
+    EACH_LANE off |= op.address[l] ^ (op.low + u64(4) * step * u64(l));
+    return !off;
+}
+// STEP dwords a lane, one lane behind the other, to rows and from rows.
+template <u32 STEP>
+static void split(const u32* piece, u32* rows) {
+    for (u32 k = 0; k < STEP; k++) EACH_LANE rows[k * LANES + u32(l)] = piece[u32(l) * STEP + k];
+}
+template <u32 STEP>
+static void join(const u32* rows, u32* piece) {
+    EACH_LANE for (u32 k = 0; k < STEP; k++) piece[u32(l) * STEP + k] = rows[k * LANES + u32(l)];
+}
+static constexpr void (*SPLIT[])(const u32*, u32*) = {nullptr, split<1>, split<2>, split<3>, split<4>};
+static constexpr void (*JOIN[])(const u32*, u32*) = {nullptr, join<1>, join<2>, join<3>, join<4>};
 // Dwords through the caches; neighbouring lanes share the look at their line.
 static void load_weak(Wave& w, MemOp& op, Region& r, int scope) {
     const Ins& I = *op.ins;
@@ -238,12 +265,15 @@ static void perform_load(Wave& w, MemOp& op) {
     u32 step = std::max<u32>(1, op.step), lanes = u32(__builtin_popcountll(op.lanes));
     w.machine->count(w, SPACE_GLOBAL, scope, false, u64(lanes) * op.size * step);
     if (!w.machine->weak() && BYTES == 4 && op.lanes) {
-        Region* r = whole_region(w, op, false);
-        if (r) {
-            for (u64 m = op.lanes; m; m &= m - 1) {
-                int l = __builtin_ctzll(m);
-                const u32* p = reinterpret_cast<const u32*>(op.address[l]);
-                for (u32 k = 0; k < step; k++) w.row(I.dst + int(k))[l] = p[k];
+        if (whole_region(w, op, false)) {
+            if (in_one_piece(op, step)) {
+                SPLIT[step](reinterpret_cast<const u32*>(op.low), w.row(I.dst));
+            } else {
+                for (u64 m = op.lanes; m; m &= m - 1) {
+                    int l = __builtin_ctzll(m);
+                    const u32* p = reinterpret_cast<const u32*>(op.address[l]);
+                    for (u32 k = 0; k < step; k++) w.row(I.dst + int(k))[l] = p[k];
+                }
             }
             int first = __builtin_ctzll(op.lanes);
             note_load(w, I, op.address[first], w.row(I.dst)[first]);
@@ -316,6 +346,7 @@ static void perform_store(Wave& w, MemOp& op) {
     u64 any = op.zero[0] | op.zero[1] | op.zero[2] | op.zero[3];
     w.machine->effect();
     if (!w.machine->weak() && op.lanes && whole_region(w, op, true)) {
+        if (in_one_piece(op, step)) return JOIN[step](op.data[0], reinterpret_cast<u32*>(op.low));
         for (u64 m = op.lanes; m; m &= m - 1) {
             int l = __builtin_ctzll(m);
             u32* p = reinterpret_cast<u32*>(op.address[l]);

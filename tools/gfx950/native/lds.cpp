@@ -275,11 +275,7 @@ static void write(Wave& w, const Ins& I, u32 bytes, u32 offset, int row, int shi
     EACH_LANE op->address[l] = address[l];
     for (int k = 0; k < std::max<int>(1, int(bytes) / 4); k++)
         EACH_LANE op->data[k][l] = w.row(row + k)[l] >> shift;
-    if (last) {
-        note_issue(w, I, op);
-    } else {  // the first half of a two-address write waits with the second
-        w.pending->lgkm.push_back({&I, op});
-    }
+    note_issue(w, I, op);
 }
 #define WRITES(NAME, BYTES, SHIFT) OP(NAME) { write(w, I, BYTES, u32(I.imm), I.b, SHIFT, true); }
 WRITES(DS_WRITE_B8, 1, 0)

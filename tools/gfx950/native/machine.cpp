@@ -243,11 +243,7 @@ void Machine::detect_deadlock(std::vector<std::unique_ptr<Group>>& resident, Run
 }
 
 static bool unsettled(const Group& g) {
-    for (const Pending& p : g.pendings)
-        for (auto* queue : {&p.vector, &p.lgkm})
-            for (auto& e : *queue)
-                if (e.op) return true;
-    return false;
+    return std::any_of(g.waves.begin(), g.waves.end(), [](const Wave& w) { return w.unsettled != 0; });
 }
 
 void Machine::run(RunResult& out) {

@@ -5,7 +5,7 @@
 // the cache level that its scope asks for.
 #pragma once
 #include <deque>
-#include <unordered_map>
+#include <vector>
 
 #include "core.h"
 
@@ -22,12 +22,14 @@ inline int scope_of(const Ins& I, bool atomic = false) {
 }
 enum Space { SPACE_GLOBAL, SPACE_LDS, SPACE_SCALAR, SPACES };
 
+struct Line;
+
 // Presence of an untouched line in the caches, one entry a line. Once a line is written it is "tracked": its copies are
 // then kept explicitly (Line).
 struct LineState {
+    Line* tracked = nullptr;
     u64 in_l2 = 0;      // bit device * XCDS + xcd
     u8 in_device = 0;   // bit device
-    u8 tracked = 0;
 };
 
 struct Region {
@@ -44,18 +46,32 @@ struct Copy {
     u64 valid[2] = {0, 0}, dirty[2] = {0, 0};
     i32 writer_pc = -1, writer_wave = -1, writer_group = -1;
 };
+// The copies of a line, few of them, by who holds them.
+struct Copies {
+    std::vector<std::pair<int, Copy>> all;
+    Copy* find(int holder) {
+        for (auto& [who, copy] : all)
+            if (who == holder) return &copy;
+        return nullptr;
+    }
+    Copy& operator[](int holder) {  // made where there is none; other references are void then
+        if (Copy* copy = find(holder)) return *copy;
+        return all.emplace_back(holder, Copy()).second;
+    }
+};
 struct Line {
-    std::unordered_map<int, Copy> l2;      // by device * XCDS + xcd
-    std::unordered_map<int, Copy> device;  // by device; only with several devices
+    u64 number;
+    Copies l2;      // by device * XCDS + xcd
+    Copies device;  // by device; only with several devices
 };
 
 struct Caches {
     Machine& machine;
     int devices = 1;
-    std::unordered_map<u64, Line> lines;
-    std::vector<u64> filled[MAX_DEVICES * XCDS];         // untouched lines that an L2 holds
-    std::vector<u64> filled_device[MAX_DEVICES];
-    std::vector<u64> held[MAX_DEVICES * XCDS], dirty[MAX_DEVICES * XCDS];  // tracked lines with a copy / an unwritten byte
+    std::deque<Line> lines;                              // all that are tracked
+    std::vector<LineState*> filled[MAX_DEVICES * XCDS];  // untouched lines that an L2 holds
+    std::vector<LineState*> filled_device[MAX_DEVICES];
+    std::vector<Line*> held[MAX_DEVICES * XCDS], dirty[MAX_DEVICES * XCDS];  // with a copy / an unwritten byte
     explicit Caches(Machine& m) : machine(m) {}
     void read(Wave& w, Region& r, u64 address, u8* out, u32 n, int scope);
     bool direct(Wave& w, Region& r, u64 line, int scope);  // notes that the caches hold it; true while memory is its only version
@@ -68,13 +84,10 @@ struct Caches {
     std::string explain(u64 address, u32 n) const;       // who holds an unseen store to these bytes
 
    private:
-    Line* hot = nullptr;  // the line asked for last
-    u64 hot_number = 0;
-    Line& at(u64 number);
     Line& track(Region& r, u64 line);
     void read_line(Wave& w, Region& r, u64 line, u32 offset, u8* out, u32 n, int scope);
     void write_line(Wave& w, Region& r, u64 line, u32 offset, const u8* in, u32 n, int scope);
-    void store_below_l2(Line& line, u64 base, int device, u32 k, u8 byte, int scope);
+    void store_below_l2(Line& line, int device, u32 first, u32 n, const u8* in, int scope);
 };
 
 struct MemOp {
@@ -95,11 +108,15 @@ struct Pending {
         const Ins* ins;
         MemOp* op;
     };
-    std::deque<Entry> vector, lgkm;
-    void clear() {
-        vector.clear();
-        lgkm.clear();
-    }
+    struct Queue {
+        Entry entries[64];  // the counters go to 63
+        u32 count = 0;
+        Entry* begin() { return entries; }
+        Entry* end() { return entries + count; }
+        void add(const Ins& ins, MemOp* op) { entries[count++] = {&ins, op}; }
+    };
+    Queue vector, lgkm;
+    void clear() { vector.count = lgkm.count = 0; }
 };
 
 void submit(Wave& w, MemOp& op);                       // perform now or queue, by the memory model

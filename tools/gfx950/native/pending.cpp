@@ -1,10 +1,12 @@
 // Counters, waits and the moment at which an operation takes effect.
+#include <algorithm>
+
 #include "machine.h"
 
 namespace gfx950 {
 
 static void rebuild_busy(Wave& w) {
-    w.outstanding = !w.pending->vector.empty() || !w.pending->lgkm.empty();
+    w.outstanding = w.pending->vector.count || w.pending->lgkm.count;
     w.busy.clear();
     w.busy_s[0] = w.busy_s[1] = 0;
     for (auto* queue : {&w.pending->vector, &w.pending->lgkm})
@@ -18,6 +20,7 @@ static void rebuild_busy(Wave& w) {
 }
 
 static void perform(Wave& w, MemOp* op) {
+    w.unsettled--;
     op->perform(w, *op);
     w.machine->give_op(op);
 }
@@ -36,14 +39,15 @@ void keep_order(Wave& w, const MemOp& op) {
 void note_issue(Wave& w, const Ins& I, MemOp* op) {
     Pending& p = *w.pending;
     if (I.flags & F_VMEM) {
-        if (p.vector.size() == 63) wait_counters(w, 62, 15);  // the counter is full: the wave stalls
-        p.vector.push_back({&I, op});
+        if (p.vector.count == 63) wait_counters(w, 62, 15);  // the counter is full: the wave stalls
+        p.vector.add(I, op);
     }
     if (I.flags & (F_DS | F_SMEM | F_FLAT)) {
-        if (p.lgkm.size() == 15) wait_counters(w, 63, 14);
-        p.lgkm.push_back({&I, (I.flags & F_VMEM) ? nullptr : op});
+        if (p.lgkm.count == 15) wait_counters(w, 63, 14);
+        p.lgkm.add(I, (I.flags & F_VMEM) ? nullptr : op);
     }
     w.outstanding = true;
+    w.unsettled += op != nullptr;
     w.busy.add(I.vwrite);
     if (I.flags & F_SMEM) {
         w.busy_s[0] |= u64(I.swrite[0]) | u64(I.swrite[1]) << 32;
@@ -73,34 +77,25 @@ void submit(Wave& w, MemOp& op) {
 // all be younger: LDS and vector-memory operations complete in order, scalar loads in any order.
 void wait_counters(Wave& w, u32 vector, u32 lgkm) {
     Pending& p = *w.pending;
-    bool changed = false;
-    while (p.vector.size() > vector) {
-        auto e = p.vector.front();
-        p.vector.pop_front();
-        if (e.op) perform(w, e.op);
-        changed = true;
+    if (p.vector.count <= vector && p.lgkm.count <= lgkm) return;
+    if (p.vector.count > vector) {
+        u32 done = p.vector.count - vector;
+        for (u32 i = 0; i < done; i++)
+            if (MemOp* op = p.vector.entries[i].op) perform(w, op);
+        std::copy(p.vector.begin() + done, p.vector.end(), p.vector.begin());
+        p.vector.count = vector;
     }
-    if (p.lgkm.size() > lgkm) {
-        std::deque<Pending::Entry> kept;
-        size_t younger = 0;
-        for (size_t i = p.lgkm.size(); i-- > 0;) {  // youngest first
-            auto& e = p.lgkm[i];
+    if (p.lgkm.count > lgkm) {
+        u32 in_order = 0, kept = 0;
+        for (auto& e : p.lgkm) in_order += !(e.ins->flags & F_SMEM);
+        for (auto& e : p.lgkm) {
             bool scalar = e.ins->flags & F_SMEM;
-            if (scalar ? lgkm > 0 : younger < lgkm) kept.push_front(e);
-            if (!scalar) younger++;
-        }
-        std::deque<Pending::Entry> before;
-        before.swap(p.lgkm);
-        p.lgkm.swap(kept);
-        size_t at = 0;
-        for (auto& e : before) {  // oldest first
-            bool stays = at < p.lgkm.size() && p.lgkm[at].ins == e.ins && p.lgkm[at].op == e.op;
-            if (stays) at++;
+            if (scalar ? lgkm > 0 : in_order-- <= lgkm) p.lgkm.entries[kept++] = e;
             else if (e.op) perform(w, e.op);
         }
-        changed = true;
+        p.lgkm.count = kept;
     }
-    if (changed) rebuild_busy(w);
+    rebuild_busy(w);
 }
 
 void settle_vector(Wave& w) {
@@ -122,11 +117,12 @@ void drain_lds(Wave& w) {
 }
 
 void settle_some(Wave& w) {
-    Pending& p = *w.pending;
-    if (p.vector.empty() && p.lgkm.empty()) return;
+    if (!w.outstanding) return;
     u64 r = w.machine->random();
-    if (!p.vector.empty() && (r & 1)) {
-        auto& e = p.vector[(r >> 8) % p.vector.size()];
+    if (!w.unsettled) return;
+    Pending& p = *w.pending;
+    if (p.vector.count && (r & 1)) {
+        auto& e = p.vector.entries[(r >> 8) % p.vector.count];
         if (MemOp* op = e.op) {
             for (auto& earlier : p.vector) {  // the same bytes stay in order
                 if (&earlier == &e) break;
@@ -137,7 +133,7 @@ void settle_some(Wave& w) {
             perform(w, op);
         }
     }
-    if (!p.lgkm.empty() && (r & 2) && (r & 12)) {
+    if (p.lgkm.count && (r & 2) && (r & 12)) {
         for (auto& e : p.lgkm)
             if (e.op) {  // the oldest: LDS keeps its order
                 MemOp* op = e.op;
