@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import small_floats as small
 import torch
-import triton_kernels as tk
+
+from tools.bench import emulator_triton as tk
 
 SCHEDULES: list[dict[str, Any]] = [
     {},
