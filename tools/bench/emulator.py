@@ -124,10 +124,11 @@ def elsewhere(checkout: Path, repeats: int) -> dict[str, dict[str, Any]]:
     """`measure` with the emulator and the kernels of another checkout, by this file."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "rows.json"
-        # Where this runs, the checkout comes first on the path of imports.
+        # Where this runs comes first on the path of imports, and then what the checkout may lack.
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='__main__')"
         command = [sys.executable, "-c", code, "--repeats", str(repeats), "--json", str(written)]
-        subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
         rows: dict[str, dict[str, Any]] = json.loads(written.read_text())["rows"]
         return rows
 
