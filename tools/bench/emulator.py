@@ -120,8 +120,8 @@ def measure(repeats: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def elsewhere(checkout: Path, repeats: int) -> dict[str, dict[str, Any]]:
-    """`measure` with the emulator and the kernels of another checkout, by this file."""
+def elsewhere(checkout: Path, repeats: int) -> dict[str, Any]:
+    """Commit, and `measure` with the emulator and the kernels of another checkout, by this file."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "rows.json"
         # Where this runs comes first on the path of imports, and then what the checkout may lack.
@@ -129,8 +129,8 @@ def elsewhere(checkout: Path, repeats: int) -> dict[str, dict[str, Any]]:
         code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='__main__')"
         command = [sys.executable, "-c", code, "--repeats", str(repeats), "--json", str(written)]
         subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
-        rows: dict[str, dict[str, Any]] = json.loads(written.read_text())["rows"]
-        return rows
+        found: dict[str, Any] = json.loads(written.read_text())
+        return {"commit": found["conditions"]["commit"], "rows": found["rows"]}
 
 
 def least(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -153,13 +153,13 @@ def main() -> None:
         checkout = arguments.against.resolve()
         found["against"] = elsewhere(checkout, arguments.repeats)
         found["rows"] = least(found["rows"], measure(arguments.repeats))
-        found["against"] = least(found["against"], elsewhere(checkout, arguments.repeats))
+        found["against"]["rows"] = least(found["against"]["rows"], elsewhere(checkout, arguments.repeats)["rows"])
     print("| kernel | wave instructions | MFMA | flat | weak | M instructions/s, flat |\n|---|---|---|---|---|---|")
-    for what in ("rows", "against"):
-        for name, r in found.get(what, {}).items():
+    other = found.get("against", {"rows": {}})
+    for note, rows in (("", found["rows"]), (f", {other.get('commit')}", other["rows"])):
+        for name, r in rows.items():
             rate = r["instructions"] / r["flat"] / 1e6
-            label = name if what == "rows" else f"{name}, {arguments.against}"
-            print(f"| {label} | {r['instructions']:,} | {r['mfma']:,} | {r['flat']} | {r['weak']} | {rate:.1f} |")
+            print(f"| {name}{note} | {r['instructions']:,} | {r['mfma']:,} | {r['flat']} | {r['weak']} | {rate:.1f} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
