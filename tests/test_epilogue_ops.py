@@ -162,6 +162,18 @@ def test_nothing_is_loaded_inside_a_capture(device):
     assert device.kernels.asked == []
 
 
+def test_preparing_inside_a_capture_is_refused(device):
+    keys = epilogue_keys(3)
+    with device.capture(STREAM), pytest.raises(CaptureError, match="not loaded"):
+        ops.prepare_epilogues(keys, "cuda:0")
+    assert device.violations == []
+    assert device.kernels.asked == []
+    ops.prepare_epilogues(keys[:2], "cuda:0")
+    with device.capture(STREAM):
+        ops.prepare_epilogues(keys[:2], "cuda:0")  # all are there
+    assert device.violations == []
+
+
 def test_kernels_come_from_the_callers_cache(device):
     mine = Kernels()
     ops.prepare_epilogues(epilogue_keys(3)[:2], "cuda:0", cache=mine)

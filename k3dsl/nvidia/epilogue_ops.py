@@ -250,7 +250,7 @@ def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None, *, cache:
     """Builds or fetches and loads `keys` (of `epilogue_keys`) for `device`, so that their calls may be captured.
 
     cache: the CompileCache that kernels come from, these and later ones; by default the user's. Raises what its
-    `get_or_build` does, CacheMiss where it is sealed.
+    `get_or_build` does, CacheMiss where it is sealed; CaptureError inside a capture, unless all are there already.
     """
     global _cache
     if cache is not None:
@@ -259,7 +259,7 @@ def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None, *, cache:
     index = torch.device("cuda" if device is None else device).index
     index = torch.cuda.current_device() if index is None else index
     for key in keys:
-        _function(key, index, 0)
+        _function(key, index, _stream(index))
 
 
 def _function(key: EpilogueKey, device: int, stream: int) -> cuda.Function:
@@ -269,7 +269,7 @@ def _function(key: EpilogueKey, device: int, stream: int) -> cuda.Function:
         if found is not None:
             return found
         driver = cuda.driver()
-        if stream and driver.is_capturing(stream):
+        if driver.is_capturing(stream):
             raise CaptureError(f"{key} is not loaded: call prepare_epilogues([key]) before the capture")
         here = read(device, driver)
         target = here.target
@@ -335,7 +335,7 @@ def _launch(
     index = device.index or 0
     stream = _stream(index)
     if debug and op != "context":
-        if stream and cuda.driver().is_capturing(stream):
+        if cuda.driver().is_capturing(stream):
             raise CaptureError("debug=True reads the slots back, which a capture cannot hold")
         check_values(given, tokens)
     if plan is None:

@@ -99,8 +99,7 @@ class Runtime:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured. The legacy default stream, 0, cannot be."""
-        stream = self.stream()
-        return stream != 0 and self.driver.is_capturing(stream)
+        return self.driver.is_capturing(self.stream())
 
     def function(self, key: KernelKey, cache: "CompileCache") -> Function:
         """The kernel of a kernel key on this device, loaded."""
