@@ -1,4 +1,4 @@
-"""Whether an AMD GPU is here that k3dsl has kernels for. Loads torch only where AMD's driver is."""
+"""Which AMD GPUs are here. Loads torch only where AMD's driver is."""
 
 from pathlib import Path
 from typing import Final
@@ -9,15 +9,21 @@ from k3dsl.amd.device import TARGETS
 _DRIVER: Final = Path("/dev/kfd")
 
 
-def present(index: int) -> str | None:
-    """The target of torch's device `index`; None without AMD's driver, a torch for it, such a device, or kernels."""
+def architectures() -> list[str]:
+    """What torch's devices are, as gfx950; none without AMD's driver or a torch for it."""
     if not _DRIVER.exists():
-        return None
+        return []
     try:
         import torch
     except ImportError:
-        return None
-    if torch.version.hip is None or not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return None
-    arch = str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
-    return arch if arch in TARGETS else None
+        return []
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return []
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(device.gcnArchName).partition(":")[0] for device in devices]
+
+
+def present(index: int) -> str | None:
+    """The target of torch's device `index`; None where there is no such AMD device, or no kernels for it."""
+    found = architectures()[index : index + 1]
+    return found[0] if found and found[0] in TARGETS else None

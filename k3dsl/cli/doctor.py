@@ -1,7 +1,7 @@
 """`k3dsl doctor`: one line for everything that a layer needs, what is wrong with it and what to do."""
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from k3dsl import __version__
+from k3dsl.cache.doctor import Finding, findings
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, out
 from k3dsl.errors import K3Error
@@ -22,16 +23,7 @@ _MARKS: Final = {
     "warn": "[yellow]warn[/yellow]",
     "bad": "[red]bad[/red] ",
 }
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line: what was looked at, how it stands (ok, info, warn, bad), what was found, what to do about it."""
-
-    name: str
-    status: str
-    found: str
-    todo: str = ""
+_UNSERVED: Final = "no kernels for it: target reference runs on it"
 
 
 def doctor(plan: args.PlanFile = None, json: Json = False) -> None:
@@ -58,43 +50,54 @@ def doctor(plan: args.PlanFile = None, json: Json = False) -> None:
         raise typer.Exit(FINDING)
 
 
-def python() -> list[Check]:
+def python() -> list[Finding]:
     """Interpreter and packages."""
-    found = [Check("k3dsl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.machine()}")]
+    found = [Finding("k3dsl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.machine()}")]
     version = _version("torch")
     if version is None:
-        found.append(Check("torch", "bad", "not installed", "pip install torch"))
+        found.append(Finding("torch", "bad", "not installed", "pip install torch"))
     else:
-        found.append(Check("torch", "ok", version))
+        found.append(Finding("torch", "ok", version))
     return found
 
 
-def gpu() -> list[Check]:
+def gpu() -> list[Finding]:
     """Driver and devices."""
+    from k3dsl.amd.detect import architectures
     from k3dsl.nvidia.device import device
     from k3dsl.nvidia.driver import driver
 
+    if amd := architectures():
+        return [_amd_gpu(index, arch) for index, arch in enumerate(amd)]
     try:
         library = driver()
         version, count = library.version(), library.device_count()
     except K3Error as error:
         return [
-            Check(
+            Finding(
                 "GPU", "info", f"none: {str(error).splitlines()[0]}", "target reference runs here; warmup needs no GPU"
             )
         ]
     served = f"{version // 1000}.{version % 1000 // 10}"
-    checks = [Check("CUDA driver", "ok", f"serves CUDA {served}")]
+    checks = [Finding("CUDA driver", "ok", f"serves CUDA {served}")]
     for index in range(count):
         facts = device(index)
         text = f"{facts.name}, sm_{facts.capability[0]}{facts.capability[1]}, {facts.sm_count} SMs"
         if facts.target is None:
-            checks.append(Check(f"GPU {index}", "warn", text, "no kernels for it: target reference runs on it"))
+            checks.append(Finding(f"GPU {index}", "warn", text, _UNSERVED))
         else:
-            checks.append(Check(f"GPU {index}", "ok", f"{text}, target {facts.target}", _unusual(facts)))
+            checks.append(Finding(f"GPU {index}", "ok", f"{text}, target {facts.target}", _unusual(facts)))
     if not count:
-        checks.append(Check("GPU", "info", "none"))
+        checks.append(Finding("GPU", "info", "none"))
     return [*checks, *_torch_sees(count)]
+
+
+def _amd_gpu(index: int, arch: str) -> Finding:
+    from k3dsl.amd.device import TARGETS
+
+    if arch in TARGETS:
+        return Finding(f"GPU {index}", "ok", f"AMD, target {arch}")
+    return Finding(f"GPU {index}", "warn", f"AMD {arch}", _UNSERVED)
 
 
 def _unusual(facts: "Device") -> str:
@@ -111,34 +114,34 @@ def _unusual(facts: "Device") -> str:
     )
 
 
-def _torch_sees(count: int) -> list[Check]:
+def _torch_sees(count: int) -> list[Finding]:
     """torch must see what the driver sees: tensors come from it."""
     if not count or _version("torch") is None:
         return []
     import torch
 
     if torch.cuda.is_available():
-        return [Check("torch CUDA", "ok", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")]
-    return [Check("torch CUDA", "bad", "torch sees no GPU, the driver does", "install a CUDA build of torch")]
+        return [Finding("torch CUDA", "ok", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")]
+    return [Finding("torch CUDA", "bad", "torch sees no GPU, the driver does", "install a CUDA build of torch")]
 
 
-def toolchain() -> list[Check]:
+def toolchain() -> list[Finding]:
     """Compilers, what the tokenspeed core of sm_100a and sm_103a is built with, and the linker of gfx950."""
     from k3dsl.nvidia.toolchain import CUDA, PINNED, installed
 
     version, wanted = installed(), PINNED["nvidia-cutlass-dsl"]
     if version is None:
         text = f"CuTe DSL is not installed: objects built with {wanted} can be loaded, none can be built"
-        check = Check("NVIDIA compiler", "info", text, "pip install 'k3dsl[nvidia]' to build here")
+        check = Finding("NVIDIA compiler", "info", text, "pip install 'k3dsl[nvidia]' to build here")
     elif version != wanted:
         text = f"CuTe DSL {version}, kernels were written for {wanted}"
-        check = Check("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
+        check = Finding("NVIDIA compiler", "warn", text, f"pip install 'nvidia-cutlass-dsl[cu{CUDA}]=={wanted}'")
     else:
-        check = Check("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
+        check = Finding("NVIDIA compiler", "ok", f"CuTe DSL {version}, CUDA {CUDA}")
     return [check, blackwell(), *flydsl()]
 
 
-def blackwell() -> Check:
+def blackwell() -> Finding:
     """The package that the tokenspeed core is built from. All that is built needs neither linker nor C compiler."""
     from k3dsl.nvidia.core.tokenspeed import TokenspeedKey
     from k3dsl.nvidia.toolchain import lacks
@@ -147,38 +150,37 @@ def blackwell() -> Check:
     what, _, todo = lacks(TokenspeedKey(12)).partition(": ")
     if what:
         text = f"{what}: cores of sm_100a and sm_103a can be loaded, none can be built"
-        return Check("Blackwell core", "info", text, f"{todo} to build them here")
-    return Check("Blackwell core", "ok", f"{name} {version}")
+        return Finding("Blackwell core", "info", text, f"{todo} to build them here")
+    return Finding("Blackwell core", "ok", f"{name} {version}")
 
 
-def flydsl() -> list[Check]:
+def flydsl() -> list[Finding]:
     """The compiler of gfx950, and the LLD that links what it compiles."""
     from k3dsl.amd.toolchain import PINNED, installed, linker
 
     version, wanted, command = installed(), PINNED["flydsl"], linker()
     if version is None:
         text = f"FlyDSL is not installed: objects built with {wanted} can be loaded, none can be built"
-        return [Check("AMD compiler", "info", text, "pip install 'k3dsl[amd]' to build here")]
+        return [Finding("AMD compiler", "info", text, "pip install 'k3dsl[amd]' to build here")]
     if version != wanted:
         text = f"FlyDSL {version}, kernels were written for {wanted}"
-        check = Check("AMD compiler", "warn", text, f"pip install 'flydsl=={wanted}'")
+        check = Finding("AMD compiler", "warn", text, f"pip install 'flydsl=={wanted}'")
     else:
-        check = Check("AMD compiler", "ok", f"FlyDSL {version}")
+        check = Finding("AMD compiler", "ok", f"FlyDSL {version}")
     if command is None:
         todo = "install LLVM's lld, or pip install ziglang"
-        return [check, Check("AMD linker", "bad", "no ld.lld: nothing can be built for gfx950", todo)]
-    return [check, Check("AMD linker", "ok", f"{' '.join(command)} links objects of gfx950")]
+        return [check, Finding("AMD linker", "bad", "no ld.lld: nothing can be built for gfx950", todo)]
+    return [check, Finding("AMD linker", "ok", f"{' '.join(command)} links objects of gfx950")]
 
 
-def caches() -> list[Check]:
+def caches() -> list[Finding]:
     """The cache folder and its layers, each thing tried."""
-    from k3dsl.cache.doctor import findings
-
-    return [Check(f.name, f.status, f.found, f.todo) for f in findings()]
+    return findings()
 
 
-def kernels(plan: Path | None) -> list[Check]:
+def kernels(plan: Path | None) -> list[Finding]:
     """Whether every kernel is there: of a plan file's deployments, or of the usual ones for the GPUs that are here."""
+    from k3dsl.amd.keys import TARGET as AMD
     from k3dsl.cache import CompileCache
     from k3dsl.deployment import Deployment
     from k3dsl.dims import MlaDims
@@ -193,8 +195,8 @@ def kernels(plan: Path | None) -> list[Check]:
                 if not here or one.target in here
             }
         else:
-            usual = {f"tp {tp}": MlaDims.kimi_k3(tp) for tp in (8, 16)}
-            plans = {t: {name: Deployment(dims, target=t) for name, dims in usual.items()} for t in _targets()}
+            ranks = {t: (8,) if t == AMD else (8, 16) for t in _targets()}  # mla_pre is for 12 heads
+            plans = {t: {f"tp {tp}": Deployment(MlaDims.kimi_k3(tp), t) for tp in tps} for t, tps in ranks.items()}
         checks = []
         for target, named in plans.items():
             counts = {}
@@ -204,32 +206,37 @@ def kernels(plan: Path | None) -> list[Check]:
             ready = [name for name, (there, all_) in counts.items() if there == all_]
             text = ", ".join(f"{name}: {there} of {all_} keys" for name, (there, all_) in counts.items())
             if ready:
-                checks.append(Check(f"kernels {target}", "ok", f"ready for {' and '.join(ready)} ({text})"))
+                checks.append(Finding(f"kernels {target}", "ok", f"ready for {' and '.join(ready)} ({text})"))
             else:
                 todo = "k3dsl warmup here, or elsewhere and k3dsl cache import; k3dsl cache why says what is missing"
-                checks.append(Check(f"kernels {target}", "info" if plan is None else "bad", f"not ready: {text}", todo))
+                status = "info" if plan is None else "bad"
+                checks.append(Finding(f"kernels {target}", status, f"not ready: {text}", todo))
         return checks
     except K3Error as error:
-        return [Check("kernels", "warn" if plan is None else "bad", str(error).splitlines()[0])]
+        return [Finding("kernels", "warn" if plan is None else "bad", str(error).splitlines()[0])]
 
 
 def _targets() -> list[str]:
     """The targets of the GPUs that are here."""
+    from k3dsl.amd.detect import architectures, present
     from k3dsl.nvidia.device import device
     from k3dsl.nvidia.driver import driver
 
-    try:
-        found = [device(index).target for index in range(driver().device_count())]
-    except K3Error:
-        return []
+    if amd := architectures():
+        found = [present(index) for index in range(len(amd))]
+    else:
+        try:
+            found = [device(index).target for index in range(driver().device_count())]
+        except K3Error:
+            return []
     return list(dict.fromkeys(target for target in found if target is not None))
 
 
-def environment() -> list[Check]:
+def environment() -> list[Finding]:
     """Every variable that k3dsl reads, its value and where that comes from."""
     from k3dsl.env import describe
 
-    return [Check(name, "ok", f"{value} ({origin})") for name, value, origin in describe()]
+    return [Finding(name, "ok", f"{value} ({origin})") for name, value, origin in describe()]
 
 
 def _version(name: str) -> str | None:

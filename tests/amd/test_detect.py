@@ -40,6 +40,21 @@ def test_everything_else_is_none(monkeypatch: pytest.MonkeyPatch, changes: dict[
     assert detect.present(0) is None
 
 
+def test_doctor_sees_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from k3dsl.cli import doctor
+
+    monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path))
+    gpu(monkeypatch, "gfx950:sramecc+:xnack-", count=8)
+    assert [(c.name, c.status) for c in doctor.gpu()] == [(f"GPU {index}", "ok") for index in range(8)]
+    [kernels] = doctor.kernels(None)
+    assert (kernels.name, kernels.status) == ("kernels gfx950", "info")
+    assert kernels.found.startswith("not ready: tp 8: 0 of 72 keys")
+    gpu(monkeypatch, "gfx942:sramecc+")
+    [other] = doctor.gpu()
+    assert (other.status, other.found) == ("warn", "AMD gfx942")
+    assert doctor.kernels(None) == []
+
+
 def test_a_machine_without_the_driver_loads_no_torch() -> None:
     code = "import sys, k3dsl; k3dsl.detect_target(); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
