@@ -231,16 +231,20 @@ class _Warmup:
             self._progress(Progress(done, len(self._keys), names, time.monotonic() - self._began))
 
     def _one(self, key: "CompileKey") -> bool:
-        """Whether `key` had to be built. Its entry is stored afterwards, and its object is one that loads."""
+        """Whether `key` had to be built. Then its entry is stored, was read back, and its object is one that loads."""
         with self._lock:
             self._at_work[key] = None
         try:
             entry = self._cache.get_or_build(key, self._build)
+            built = entry.source == "built"
+            if built and not self._cache.read_only:
+                stored = self._cache.reread(key) if entry.path is not None else None
+                if stored is None:
+                    why = "; ".join(self._cache.degraded.values()) or "its folder does not give it back"
+                    raise ToolchainError(f"{key.kernel} {key.short} was built but could not be stored: {why}")
+                entry = stored
             check_object(key, entry.payload)
-            if entry.source == "built" and entry.path is None and self._cache.degraded:
-                why = "; ".join(self._cache.degraded.values())
-                raise ToolchainError(f"{key.kernel} {key.short} was built but could not be stored: {why}")
-            return entry.source == "built"
+            return built
         finally:
             with self._lock:
                 del self._at_work[key]

@@ -21,6 +21,7 @@ from k3dsl import (
     ToolchainError,
     preparing,
 )
+from k3dsl.cache.store import Folder
 from k3dsl.nvidia import device as devices
 from k3dsl.nvidia import driver as drivers
 from k3dsl.nvidia import fill_splits, pad_requests, toolchain
@@ -227,6 +228,24 @@ def test_what_cannot_be_stored_is_not_ready(tmp_path, compilers):
     report = warmup(PLAN, CompileCache(tmp_path / "file"))
     assert report.failed == report.keys
     assert "could not be stored" in report.failures[0][1]
+
+
+def test_what_does_not_read_back_is_not_ready(tmp_path, compilers, monkeypatch):
+    publish = Folder.publish
+
+    def damaging(folder, manifest, payload):
+        done = publish(folder, manifest, payload)
+        [file] = Path(folder.path(manifest.key["target"], manifest.digest)).glob("kernel.*")
+        file.chmod(0o600)
+        file.write_bytes(payload[:-1])
+        return done
+
+    monkeypatch.setattr(Folder, "publish", damaging)
+    cache = CompileCache(tmp_path)
+    report = warmup(PLAN, cache)
+    assert report.failed == report.keys
+    assert "does not give it back" in report.failures[0][1]
+    assert cache.stats()["corrupt"] == report.keys
 
 
 def test_warmup_refuses_bad_jobs_and_captures(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ class CompileCache:
     """Compiled kernels by CompileKey.
 
     root          the folder; by default K3DSL_CACHE_DIR, else the user's cache folder
-    layers        absolute folders and http(s) URLs, asked after it in order; by default K3DSL_CACHE_LAYERS
+    layers        absolute folders and http(s) URLs, asked after it in order; by default K3DSL_CACHE_LAYERS, () for none
     max_bytes     bound of the folder in allocated bytes; by default K3DSL_CACHE_MAX_BYTES, else none
     frozen        sealed from the start: a miss raises CacheMiss
     read_only     writes nothing, anywhere
@@ -52,7 +52,7 @@ class CompileCache:
         self,
         root: str | os.PathLike[str] | None = None,
         *,
-        layers: Sequence[str | os.PathLike[str]] = (),
+        layers: Sequence[str | os.PathLike[str]] | None = None,
         max_bytes: int | None = None,
         frozen: bool = False,
         read_only: bool = False,
@@ -76,7 +76,8 @@ class CompileCache:
             counts=self._counts,
         )
         self._notices = self._home.notices
-        self.layers: list[Layer] = [] if off else open_layers(layers or settings.layers, shared=allow_shared)
+        named = settings.layers if layers is None else layers
+        self.layers: list[Layer] = [] if off else open_layers(named, shared=allow_shared)
         self._swept = False
         self._usage: int | None = None
         self._session = Session(str(self.root) if self._home.writes else None, self._home.trust, self._counts)
@@ -134,7 +135,7 @@ class CompileCache:
     def reread(self, key: CompileKey) -> Entry | None:
         """The entry of `key` as another process would find it, not from memory; None if it would find none.
 
-        What warm-up asks after a build: that it is stored and sound, not merely that it was built.
+        What a warm-up asks after a build: that it is stored and sound, not merely that it was built.
         """
         return self._from_disk(key) or self._from_layers(key)
 
@@ -194,9 +195,11 @@ class CompileCache:
             entry = self._load(layer, key)
             if entry is not None:
                 self._counts.add("layer_hit")
-                if layer.remote:
-                    self._store(entry.manifest, entry.payload)
-                return self._memory.put(entry)
+                path = self._store(entry.manifest, entry.payload) if layer.remote else None
+                found = self._memory.put(entry)  # in use from here on, so that the bound spares it
+                if path is not None:
+                    self._enforce(allocated(path))
+                return found
         return None
 
     def _load(self, place: Folder | Layer, key: CompileKey) -> Entry | None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from k3dsl import env
-from k3dsl.cache.layers import FolderLayer, Layer, open_layers
+from k3dsl.cache.layers import FolderLayer, Layer
 from k3dsl.cache.lock import Lock
 from k3dsl.cache.store import unique
-from k3dsl.cache.trust import Trust, UntrustedError
+from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def findings(cache: "CompileCache | None" = None) -> list[Finding]:
         found.append(Finding("cache folder", "bad", "no home folder was found", "set K3DSL_CACHE_DIR"))
     else:
         found += _folder(Path(cache.root), cache)
-    if settings.mode != "off":
-        for layer in cache.layers or open_layers(settings.layers):
-            found.append(_layer(layer))
-    return found
+    return found + [_layer(layer) for layer in cache.layers]
 
 
 def _names() -> list[str]:
@@ -79,7 +76,7 @@ def _folder(root: Path, cache: "CompileCache") -> list[Finding]:
     else:
         found = [Finding("cache folder", "ok", f"{root} ({owner})")]
         try:
-            Trust().check(status, str(root))
+            cache.trust.check(status, str(root))
         except UntrustedError as error:
             found[0] = Finding("cache folder", "bad", str(error), "or set K3DSL_CACHE_DIR to a folder of yours")
     if kind in _NETWORK:

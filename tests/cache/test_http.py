@@ -15,6 +15,7 @@ from cache_tools import Builder, make_key, payload_of
 
 from k3dsl.cache import CompileCache, bundle
 from k3dsl.cache.http import OBJECT_LIMIT, HttpLayer
+from k3dsl.cache.store import allocated
 from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import ConfigError
 
@@ -321,6 +322,19 @@ def test_a_server_that_comes_back_is_asked_again(root: Path, build: Builder, bad
     state["answer"] = reply(200, bundle.pack_one(entry))
     time.sleep(0.15)
     assert cache.get(make_key()).payload == entry.payload  # type: ignore[union-attr]
+
+
+def test_what_a_server_gave_counts_against_the_bound(root: Path, tmp_path: Path, build: Builder, bad: Any) -> None:
+    elsewhere = CompileCache(tmp_path / "elsewhere")
+    objects = {make_key(n).digest: bundle.pack_one(elsewhere.get_or_build(make_key(n), build)) for n in range(6)}
+    url = bad(lambda request: reply(200, objects[Path(request.path).stem])(request))
+    one = allocated(str(elsewhere.get(make_key(0)).path))  # type: ignore[union-attr]
+    cache = CompileCache(root, layers=[url.replace("+rw", "")], max_bytes=2 * one + one // 2)
+    for n in range(6):
+        assert cache.get(make_key(n)) is not None
+        assert cache.folder.has(make_key(n))  # type: ignore[union-attr]
+        assert cache.stats()["bytes"] <= 2 * one + one // 2
+    assert cache.stats()["evicted"] == 4
 
 
 def test_a_url_that_no_request_can_have(root: Path, build: Builder) -> None:

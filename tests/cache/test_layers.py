@@ -123,6 +123,7 @@ def test_layers_of_the_environment(root: Path, layer: Path, tmp_path: Path, monk
     assert [entry.name for entry in cache.layers] == [str(tmp_path / "none"), str(layer)]
     assert cache.get(make_key(0)) is not None
     assert CompileCache(root, layers=[tmp_path]).get(make_key(0)) is None  # an argument wins
+    assert CompileCache(root, layers=[]).layers == []
 
 
 @pytest.mark.parametrize(

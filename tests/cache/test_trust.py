@@ -12,6 +12,7 @@ import pytest
 from cache_tools import Builder, make_key, payload_of
 
 from k3dsl.cache import CompileCache, notice
+from k3dsl.cache.doctor import findings
 from k3dsl.cache.entry import user_name
 
 Fresh = Callable[..., CompileCache]
@@ -71,7 +72,10 @@ def test_a_folder_of_somebody_else_is_not_used(root: Path, build: Builder, caplo
     cache = CompileCache(root)
     assert cache.get(make_key()) is None
     assert f"belongs to uid {NOBODY}" in warnings(caplog)[0]
-    assert CompileCache(root, allow_shared=True).get(make_key()) is not None
+    shared = CompileCache(root, allow_shared=True)
+    assert shared.get(make_key()) is not None
+    for one, status in ((cache, "bad"), (shared, "ok")):
+        assert next(f for f in findings(one) if f.name == "cache folder").status == status
 
 
 @as_root
