@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -236,7 +237,7 @@ def test_hosts(monkeypatch):
     """The ISA is that of the machines with the GPUs; what is built elsewhere for them has the same keys."""
     assert set(tokenspeed.SM_COUNTS) == set(HOSTS) == set(MACHINES) == set(host_object.TARGETS)
     for machine, isa in (("x86_64", "x86-64"), ("aarch64", "aarch64"), ("arm64", "aarch64"), ("riscv64", "riscv64")):
-        monkeypatch.setattr(host_object.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         assert host_object.host_isa() == isa
         plan = Deployment(MlaDims.kimi_k3(8), target="sm_103a", batches=(1, 4), core="tokenspeed")
         if isa in HOSTS:

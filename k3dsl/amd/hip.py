@@ -56,7 +56,7 @@ class Hip:
     """
 
     def __init__(self, library: Any = None) -> None:
-        library = library if library is not None else _library()
+        library = library if library is not None else hip_library()
         missing = [name for name in SIGNATURES if getattr(library, name, None) is None]
         if missing:
             raise ToolchainError(f"the HIP library is too old: it has no {', '.join(missing)}")
@@ -91,7 +91,8 @@ def hip() -> Hip:
     return Hip()
 
 
-def _library() -> Any:
+def hip_library() -> Any:
+    """libamdhip64. Raises ToolchainError where there is none."""
     problems = []
     for name in LIBRARIES:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from k3dsl.amd.hip import hip_library
 from k3dsl.amd.mla_pre.key import PEER_HEAD, peer_pairs
 from k3dsl.errors import LaunchError, PeerError, ToolchainError
 
@@ -46,14 +47,11 @@ class Memory(Protocol):
 
 
 class HipMemory:
-    """Uncached device memory of a HIP device, by ctypes. Has not run on hardware yet."""
+    """Uncached device memory of a HIP device, by ctypes. Never run on hardware. Raises ToolchainError without HIP."""
 
     def __init__(self, device: int = 0, library: Any = None) -> None:
         self._device = device
-        try:
-            self._lib = library if library is not None else ctypes.CDLL("libamdhip64.so")
-        except OSError as error:
-            raise ToolchainError(f"peer memory needs HIP: {error}") from error
+        self._lib = library if library is not None else hip_library()
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._lib, name)(*arguments):

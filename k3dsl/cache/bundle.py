@@ -150,6 +150,7 @@ def import_bundle(
         )
     targets = _targets(target)
     take: dict[str, Manifest] = {}
+    imported: list[str] = []
     present: list[str] = []
     skipped: list[Skipped] = []
     with open(path, "rb") as file:
@@ -168,13 +169,13 @@ def import_bundle(
                 take[manifest.digest] = manifest
         file.seek(0)
         if take:
-            for manifest, payload in _unpack_file(
-                path, file
-            ):  # checked again: the file is not ours, and may have changed
+            # Checked again: the file is not ours, and may have changed.
+            for manifest, payload in _unpack_file(path, file):
                 if take.get(manifest.digest) == manifest:
-                    folder.publish(manifest, payload)
-    cache.imported(len(take))
-    return ImportReport(os.path.abspath(path), found, sorted(take), sorted(present), skipped)
+                    # Another import may have been faster.
+                    (imported if folder.publish(manifest, payload) else present).append(manifest.digest)
+    cache.imported(len(imported))
+    return ImportReport(os.path.abspath(path), found, sorted(imported), sorted(present), skipped)
 
 
 def _unpack_file(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[Manifest, bytes]]:

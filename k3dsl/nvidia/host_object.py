@@ -10,12 +10,12 @@ It is code of this machine: whoever loads one from a cache or a bundle trusts it
 """
 
 import ctypes
-import platform
 import struct
 from collections.abc import Mapping, Sequence
 from ctypes import CFUNCTYPE, POINTER, addressof, c_int, c_int32, c_uint64, c_void_p
 from typing import Any, Final
 
+from k3dsl.cache.host import host_isa
 from k3dsl.errors import CompileError, LaunchError
 from k3dsl.nvidia.cubin import Cubin, parse_all
 from k3dsl.nvidia.image import Loaded, Relocatable
@@ -48,14 +48,6 @@ IMPORTS: Final[Mapping[str, bool]] = {
 
 #: What the compiler calls the baseline of each host ISA: objects run on any machine of it.
 TARGETS: Final = {"x86-64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64", "aarch64": "linux-aarch64"}
-_MACHINES: Final = {"x86_64": "x86-64", "AMD64": "x86-64", "arm64": "aarch64"}
-
-
-def host_isa() -> str:
-    """The ISA of this machine, as it stands in keys: x86-64, aarch64, or a name that nothing is built for."""
-    machine = platform.machine()
-    return _MACHINES.get(machine, machine)
-
 
 # ---- what an object says of itself
 

@@ -263,10 +263,13 @@ class TestObjects:
 
 def test_without_hip_the_error_says_so(monkeypatch) -> None:
     from k3dsl.amd import hip
+    from k3dsl.amd.peers import HipMemory
 
     monkeypatch.setattr(hip, "LIBRARIES", ("libnowhere.so.1",))
     with pytest.raises(ToolchainError, match="no HIP"):
         hip.Hip()
+    with pytest.raises(ToolchainError, match="no HIP"):
+        HipMemory()
     with pytest.raises(ToolchainError, match=r"too old: it has no hipInit"):
         hip.Hip(object())
 
