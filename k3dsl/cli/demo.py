@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from k3dsl.cache import CompileCache
     from k3dsl.scenario import Stack
 
-#: Largest relative error of a row. fp8: probabilities of float16, or e4m3 from 48 query columns on (1.7e-2 by itself),
-#: and queries that fall to the other side of an fp8 step. bf16: three roundings to bf16.
+#: Largest relative error of a row. fp8: queries that fall to the other side of an fp8 step, and on Blackwell
+#: probabilities of e4m3 (1.7e-2 by itself). bf16: three roundings to bf16.
 LIMITS: Final = {"fp8": 3e-2, "bf16": 1e-2, "fp8_ds_mla": 1e-2}
 _TIMED: Final = 50
 

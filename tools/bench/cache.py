@@ -1,6 +1,6 @@
 """The compile cache: how fast it hits, how often it builds, what kills and faults do to it.
 
-    k3dsl bench --what cache [--quick] [--against PYTHON] [--save FILE]
+    k3dsl bench --what cache [--quick] [--against PYTHON] [--json FILE]
 
 No GPU takes part. `--against` names the Python of an environment with `triton` and `quack-kernels`: their caches then
 go through the same faults, with kernels that they really compile. As root, for the read-only mounts.

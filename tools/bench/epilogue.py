@@ -1,6 +1,6 @@
 """The fused epilogues: bytes over time against the copy rate, an empty kernel, torch ops and one Triton kernel.
 
-    k3dsl bench --what epilogue [--quick] [--json]
+    k3dsl bench --what epilogue [--quick] [--json FILE]
     python tools/bench/epilogue.py --build            builds the kernels into the user's cache; needs no GPU
 
 Every number is the replay of a graph of calls over buffers that no two neighbouring calls share, divided by the calls:
