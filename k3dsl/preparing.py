@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from k3dsl.amd.keys import TARGET as AMD
 from k3dsl.capture import guard
 from k3dsl.deployment import REFERENCE, Deployment
 from k3dsl.errors import CompileError, ConfigError, K3Error, ToolchainError
+from k3dsl.nvidia.core import SERVED
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from k3dsl.nvidia.prepared import PreparedMla
     from k3dsl.prepared_reference import PreparedReference
 
-_NVIDIA: Final = ("sm_90a", "sm_100a", "sm_103a")
-_AMD: Final = ("gfx950",)
+_NVIDIA: Final = tuple(SERVED)
+_AMD: Final = (AMD,)
 
 
 class Target(str):

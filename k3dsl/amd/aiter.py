@@ -135,19 +135,15 @@ class AiterDecode:
 
     scale         softmax scale
     width         columns of the widest block table
-    ranks, rank   context parallelism; aiter takes an interleave of 1 only
+    ranks, rank   context parallelism, keys round robin
     functions     aiter's functions, for tests; by default those of the installed package
 
-    Raises ToolchainError where aiter is missing or of another interface, ConfigError for an interleave other than 1.
+    Raises ToolchainError where aiter is missing or of another interface.
     """
 
     name = "aiter"
 
-    def __init__(
-        self, scale: float, width: int, ranks: int = 1, rank: int = 0, interleave: int = 1, functions: Any = None
-    ) -> None:
-        if ranks > 1 and interleave != 1:
-            raise ConfigError(f"interleave={interleave!r} must be 1: aiter's decode places keys round robin")
+    def __init__(self, scale: float, width: int, ranks: int = 1, rank: int = 0, functions: Any = None) -> None:
         self._scale, self._width, self._ranks, self._rank = scale, width, ranks, rank
         self._aiter = functions if functions is not None else _functions()
         self._shapes: dict[tuple[int, int], _Shape] = {}

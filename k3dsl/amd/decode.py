@@ -54,9 +54,9 @@ class ReferenceDecode:
 
     name = "reference"
 
-    def __init__(self, scale: float, ranks: int = 1, rank: int = 0, interleave: int = 1) -> None:
+    def __init__(self, scale: float, ranks: int = 1, rank: int = 0) -> None:
         self._scale = scale
-        self._dcp = (ranks, rank, interleave)
+        self._dcp = (ranks, rank, 1)  # keys round robin, as aiter's decode has them
 
     def problems(self, cache: Tensor) -> "list[str]":
         """None: every paged cache is read."""

@@ -18,16 +18,12 @@ class Target:
     mach: int
     lds: int
     registers: int
-    scalar_registers: int
     compute_units: int
     waves: int
 
 
 TARGETS: Final[dict[str, Target]] = {
-    t.name: t
-    for t in (
-        Target("gfx950", mach=0x04F, lds=160 * 1024, registers=512, scalar_registers=112, compute_units=256, waves=8),
-    )
+    t.name: t for t in (Target("gfx950", mach=0x04F, lds=160 * 1024, registers=512, compute_units=256, waves=8),)
 }
 
 

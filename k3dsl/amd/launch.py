@@ -152,22 +152,9 @@ class LaunchPlan:
             raise ConfigError(f"launch of {self._executable.facts.symbol}: {bad}")
         self._arguments.slots[name].value = value
 
-    def set_grid(self, grid: tuple[int, int, int]) -> None:
-        """Another grid for the launches to come."""
-        launch = Launch(grid, self._launch.block, self._launch.lds)
-        bad = launch_problems(self._executable.facts, launch)
-        if bad:
-            raise ConfigError.of(f"launch of {self._executable.facts.symbol}", bad)
-        self._launch = launch
-
     def launch_as(self, launch: Launch, stream: int) -> None:
         """Launches in another shape, which must be one that the kernel takes: it is not checked again."""
         self._runtime.launch(self._prepared, launch, stream)
-
-    @property
-    def launch_facts(self) -> Launch:
-        """The launch as it is now."""
-        return self._launch
 
     def launch(self, stream: int) -> None:
         """Launches on `stream`, 0 for the default one. Raises LaunchError if the runtime refuses."""

@@ -19,8 +19,8 @@ from k3dsl.capture import guard
 from k3dsl.checks import layout, not_prepared, place, require, step_problems, tensor_problems
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError, NotPrepared
+from k3dsl.metadata import pad_requests
 from k3dsl.reference import mla_pre as oracle
-from k3dsl.reference.layer import pad_metadata
 
 if TYPE_CHECKING:
     from k3dsl.amd.launch import LaunchPlan, Runtime
@@ -244,9 +244,7 @@ class PreparedMlaPre:
             raise self._refusal(rows, None, None, q)
         requests = rows // q
         if lengths.shape[0] < requests or block_table.shape[0] < requests:
-            if totals is not None:
-                totals = pad_metadata(requests, block_table, totals)[1]
-            block_table, lengths = pad_metadata(requests, block_table, lengths)
+            block_table, lengths, totals = pad_requests(requests, block_table, lengths, totals)
         known = None if totals is None else layout(totals)
         seen = (rows, q, layout(out), layout(block_table), layout(lengths), known)
         if seen not in self._layouts:

@@ -15,7 +15,7 @@ _PUBLIC = {
     "virtual_step": "k3dsl.nvidia.prepared_dcp",
     "compile_core": "k3dsl.nvidia.compiled",
     "core_for": "k3dsl.nvidia.core",
-    "pad_requests": "k3dsl.nvidia.metadata",
+    "pad_requests": "k3dsl.metadata",
     "fill_splits": "k3dsl.nvidia.metadata",
     "trtllm_decode": "k3dsl.nvidia.core.packages",
     "stock_decode": "k3dsl.nvidia.core.packages",
@@ -36,6 +36,7 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
+    from k3dsl.metadata import pad_requests
     from k3dsl.nvidia.compiled import compile_core
     from k3dsl.nvidia.core import core_for
     from k3dsl.nvidia.core.packages import stock_decode, trtllm_decode
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
         fused_mla_qkv_quant_kv_cache_fp8_insert,
         prepare_epilogues,
     )
-    from k3dsl.nvidia.metadata import fill_splits, pad_requests
+    from k3dsl.nvidia.metadata import fill_splits
     from k3dsl.nvidia.prepared import PreparedMla
     from k3dsl.nvidia.prepared_dcp import virtual_step
     from k3dsl.nvidia.stages import MlaQuery, MlaValue

@@ -62,11 +62,13 @@ class DcpQuery(MlaQuery):
             self._limit.value = limit
 
     def alone(self, stream: int) -> None:
-        """The same to this rank's own box in place of every other's: loads what later launches need."""
-        self._peers.value = self._box.q.data_ptr() if self.kernel.multicast else self._box.alone[0].data_ptr()
+        """The same to this rank's own box in place of every other's: loads what later launches need. Nothing with
+        multicast: an ordinary address takes no multicast store."""
+        if self.kernel.multicast:
+            return
+        self._peers.value = self._box.alone[0].data_ptr()
         try:
-            if not self.kernel.multicast:  # an ordinary address takes no multicast store
-                self.publish(stream)
+            self.publish(stream)
         finally:
             self._peers.value = self._start
 

@@ -20,9 +20,10 @@ from k3dsl.checks import (
 from k3dsl.deployment import Deployment
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError
+from k3dsl.metadata import pad_requests
 from k3dsl.nvidia.core import SERVED, choose, hopper, tokenspeed
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
-from k3dsl.nvidia.metadata import pad_requests, parity_problems, table_problems
+from k3dsl.nvidia.metadata import parity_problems, table_problems
 from k3dsl.nvidia.query import ELEMENT, ENTRY, LATENT, MAX_ROWS
 from k3dsl.nvidia.runtime import Runtime, Workspace, runtime_of
 from k3dsl.nvidia.stages import HopperCore, MlaQuery, MlaValue

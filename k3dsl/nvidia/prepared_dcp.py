@@ -10,13 +10,14 @@ from torch import Tensor
 
 from k3dsl.checks import layout, place, require, step_problems, tensor_problems
 from k3dsl.errors import ConfigError
+from k3dsl.metadata import pad_requests
 from k3dsl.nvidia import dcp
 from k3dsl.nvidia.core import choose, tokenspeed
 from k3dsl.nvidia.core.hopper_dcp import HopperDcpKey
 from k3dsl.nvidia.dcp_box import DcpBox
 from k3dsl.nvidia.dcp_stages import DcpCore, DcpQuery, DcpValue
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
-from k3dsl.nvidia.metadata import pad_requests, parity_problems, table_problems
+from k3dsl.nvidia.metadata import parity_problems, table_problems
 from k3dsl.nvidia.prepared import PreparedMla
 from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Workspace

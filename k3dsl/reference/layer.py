@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from k3dsl.checks import metadata_problems, require
 from k3dsl.errors import ConfigError
+from k3dsl.metadata import pad_requests
 from k3dsl.reference.attend import core, core64
 from k3dsl.reference.combine import value, value64
 from k3dsl.reference.paged import LATENT, ROPE
@@ -29,14 +28,7 @@ def gate_of(projected: Tensor, attention: Any) -> Tensor:
 
 def pad_metadata(requests: int, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Request metadata of at least `requests` rows: missing ones have length 0 on page 0."""
-    rows = min(block_table.shape[0], lengths.shape[0])
-    if rows >= requests:
-        return block_table, lengths
-    require("run", metadata_problems(block_table=block_table, lengths=lengths))
-    return (
-        torch.cat([block_table[:rows], block_table.new_zeros(requests - rows, block_table.shape[1])]),
-        torch.cat([lengths[:rows], lengths.new_zeros(requests - rows)]),
-    )
+    return pad_requests(requests, block_table, lengths)[:2]
 
 
 def decode_layer(

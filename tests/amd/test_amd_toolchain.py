@@ -213,9 +213,8 @@ class TestObjects:
         assert fake.device == 0  # as it was
         assert [device for device, _ in fake.loaded.values()] == [3]
         plan.launch(runtime.stream())
-        plan.set_grid((9, 1, 1))
         plan.set("count", -1)
-        plan.launch(0)
+        plan.launch_as(Launch((9, 1, 1), (64, 1, 1)), 0)
         first, second = fake.launches
         assert fake.extra == [None, None]
         assert (first["grid"], first["block"], first["lds"], first["stream"]) == ((2, 1, 1), (64, 1, 1), 0, 0x77)
