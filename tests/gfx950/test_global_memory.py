@@ -74,6 +74,31 @@ def test_lanes_in_order_and_out_of_order(n: int, flip: int, lanes: int, model: s
     np.testing.assert_array_equal(back, np.where(active[order][:, None], pieces, 0))
 
 
+@pytest.mark.parametrize("model", ["flat", "weak"])
+def test_more_operations_than_a_counter_holds(model: str) -> None:
+    source = words(64)
+    loads = "\n".join(f"s_load_dword s{20 + k}, s[4:5], {4 * (k % 64)}" for k in range(70))
+    code = loads + "\ns_waitcnt lgkmcnt(0)\nv_mov_b32 v10, s89\nglobal_store_dword v1, v10, s[6:7]"
+    assert (run(code, source, np.zeros(64, "<u4"), model=model, seed=1) == source[5]).all()
+    loads = "\n".join(f"s_load_dword s{20 + k}, s[4:5], {4 * k}" for k in range(14))
+    writes = "\n".join(f"ds_write_b32 v1, v{10 + k % 2} offset:{256 * (k % 2)}" for k in range(100))
+    code = f"v_mov_b32 v10, v0\nv_not_b32 v11, v0\n{loads}\n{writes}\ns_dcache_wb\ns_waitcnt lgkmcnt(0)\n"
+    code += "ds_read_b32 v12, v1 offset:256\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v12, s[6:7]"
+    want = ~np.arange(64, dtype="<u4")
+    np.testing.assert_array_equal(run(code, source, np.zeros(64, "<u4"), lds=512, model=model, seed=1), want)
+    code = "s_dcache_wb\n" * 70 + "s_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v0, s[6:7]"
+    np.testing.assert_array_equal(run(code, source, np.zeros(64, "<u4"), model=model, seed=1), np.arange(64))
+
+
+def test_a_flat_atomic_on_lds_is_refused() -> None:
+    code = """s_mov_b64 s[20:21], src_shared_base
+        v_mov_b32 v6, v1
+        v_mov_b32 v7, s21
+        flat_atomic_add v[6:7], v0"""
+    with pytest.raises(ExecutionError, match="a flat atomic on LDS"):
+        run(code, words(64), np.zeros(64, "<u4"), lds=256)
+
+
 def test_small_loads_and_stores() -> None:
     source = words(64)
     code = """global_load_ubyte v10, v1, s[4:5] offset:1

@@ -61,7 +61,7 @@ LINGER = """s_movk_i32 s20, 0x800
     s_cbranch_scc1 .Llinger"""
 
 
-def handoff(seed: int, model: str = "weak", **changes: str) -> np.ndarray:
+def handoff(seed: int, model: str = "weak", template: str = HANDOFF, **changes: str) -> np.ndarray:
     """The words that the consumer copied."""
     parts = RIGHT | changes  # `LINGER` keeps the writer alive: the end of its kernel would write everything back
     data, flag, result = np.zeros(64, "<u4"), np.zeros(32, "<u4"), np.zeros(64, "<u4")
@@ -69,7 +69,7 @@ def handoff(seed: int, model: str = "weak", **changes: str) -> np.ndarray:
     for name, array in (("data", data), ("flag", flag), ("result", result)):
         memory.add(array, name)
     emulator = Emulator(memory, model=model, seed=seed, quantum=6, deadlock_after=50_000)
-    code = assemble(HANDOFF.format(**parts), arguments=3)
+    code = assemble(template.format(**parts), arguments=3)
     emulator.launch(code, "k", 2, 64, [data, flag, result])
     return result
 
@@ -107,6 +107,81 @@ def test_a_missing_wait_before_the_flag_is_found_by_some_schedule() -> None:
     wrong = [seed for seed in range(1, 33) if not np.array_equal(handoff(seed, wait=""), WANT)]
     assert wrong
     assert all(np.array_equal(handoff(seed, "flat", wait=""), WANT) for seed in SEEDS)
+
+
+def test_a_missing_wait_behind_a_write_back_or_an_atomic_is_found_by_some_schedule() -> None:
+    fences = {"store": "", "wait": "buffer_wbl2 sc1", "load": "", "acquire": "buffer_inv sc1"}
+    assert not all(np.array_equal(handoff(seed, **fences), WANT) for seed in range(1, 33))
+    template = HANDOFF.replace("global_store_dword v1, v3, s[4:5] {store}", "global_atomic_swap v1, v3, s[4:5]")
+    for wait, right in (("s_waitcnt vmcnt(0)", True), ("", False)):
+        got = [handoff(seed, template=template, wait=wait) for seed in range(1, 33)]
+        assert all(np.array_equal(g, WANT) for g in got) == right
+
+
+RESULTS = {
+    "loads": ("global_load_dword v9, v1, s[4:5] offset:1024", 256),
+    "an atomic": ("global_atomic_add v9, v1, v2, s[4:5] offset:1024 sc0", 256),
+    "a half": ("global_load_short_d16_hi v9, v1, s[4:5] offset:1024", 256 << 16 | 5),
+}
+
+
+@pytest.mark.parametrize("second", RESULTS)
+def test_results_in_one_register_return_in_order(second: str) -> None:
+    instruction, want = RESULTS[second]
+    body = f"""s_load_dwordx4 s[4:7], s[0:1], 0x0
+        v_lshlrev_b32 v1, 2, v0
+        v_mov_b32 v2, 1
+        s_waitcnt lgkmcnt(0)
+        global_load_dword v9, v1, s[4:5]
+        {instruction}
+        s_waitcnt vmcnt(0)
+        global_store_dword v1, v9, s[6:7]
+        s_endpgm"""
+    for seed in range(1, 41):
+        data, result = np.full(320, 5, "<u4"), np.zeros(64, "<u4")
+        data[256:] = 256
+        memory = Memory(data, result)
+        Emulator(memory, model="weak", seed=seed, quantum=1).launch(assemble(body), "k", 1, 64, [data, result])
+        assert (result == want).all(), seed
+
+
+def test_loads_into_the_same_bytes_of_lds_keep_their_order() -> None:
+    body = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+        v_lshlrev_b32 v1, 2, v0
+        v_add_u32 v2, 0x100, v1
+        s_mov_b32 m0, 0
+        s_waitcnt lgkmcnt(0)
+        global_load_lds_dword v1, s[4:5]
+        global_load_lds_dword v2, s[4:5]
+        s_waitcnt vmcnt(0)
+        ds_read_b32 v9, v1
+        s_waitcnt lgkmcnt(0)
+        global_store_dword v1, v9, s[6:7]
+        s_endpgm"""
+    data = np.repeat(np.arange(2, dtype="<u4"), 64)
+    code = assemble(body, lds=256)
+    for seed in range(1, 41):
+        result = np.zeros(64, "<u4")
+        Emulator(Memory(data, result), model="weak", seed=seed, quantum=1).launch(code, "k", 1, 64, [data, result])
+        assert (result == 1).all(), seed
+
+
+def test_a_fault_of_a_delayed_operation_names_its_instruction() -> None:
+    body = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+        v_lshlrev_b32 v1, 2, v0
+        s_waitcnt lgkmcnt(0)
+        global_store_dword v1, v0, s[4:5]
+        v_mov_b32 v2, 1
+        v_mov_b32 v3, 1
+        s_waitcnt vmcnt(0)
+        s_endpgm"""
+    x, small = np.zeros(64, "<u4"), np.zeros(8, "<u4")
+    for seed in range(1, 9):
+        with pytest.raises(ExecutionError, match="out of bounds") as stop:
+            Emulator(Memory(x, small), model="weak", seed=seed, quantum=1).launch(
+                assemble(body), "k", 1, 64, [small, x]
+            )
+        assert stop.value.pc == 0x10
 
 
 def test_a_flag_without_scope_ends_in_a_report_that_names_the_store() -> None:
@@ -162,10 +237,16 @@ EXCHANGE = """
 """
 
 
-def exchange(seed: int, model: str = "weak", wait: str = "s_waitcnt lgkmcnt(0)", barrier: str = "s_barrier") -> bool:
+def exchange(
+    seed: int,
+    model: str = "weak",
+    wait: str = "s_waitcnt lgkmcnt(0)",
+    barrier: str = "s_barrier",
+    template: str = EXCHANGE,
+) -> bool:
     result = np.zeros(128, "<u4")
     memory = Memory(result)
-    code = assemble(EXCHANGE.format(wait=wait, barrier=barrier), lds=512)
+    code = assemble(template.format(wait=wait, barrier=barrier), lds=1024)
     Emulator(memory, model=model, seed=seed, quantum=4).launch(code, "k", 1, 128, [result, result])
     return bool(np.array_equal(result, (np.arange(128) ^ 64) + 7))
 
@@ -173,6 +254,9 @@ def exchange(seed: int, model: str = "weak", wait: str = "s_waitcnt lgkmcnt(0)",
 def test_lds_needs_the_wait_and_the_barrier() -> None:
     assert all(exchange(seed) for seed in range(1, 17))
     assert not all(exchange(seed, wait="") for seed in range(1, 33))
+    two = EXCHANGE.replace("ds_write_b32 v1, v3", "ds_write2_b32 v1, v3, v3 offset1:128")
+    assert all(exchange(seed, template=two) for seed in range(1, 17))
+    assert not all(exchange(seed, wait="", template=two) for seed in range(1, 33))
     assert not all(exchange(seed, barrier="") for seed in range(1, 33))
 
 
@@ -268,6 +352,18 @@ def test_a_barrier_that_not_all_waves_reach() -> None:
     assert stop.value.kind == "deadlock"
     assert "wave 0: running" in str(stop.value)
     assert "wave 1: at a barrier" in str(stop.value)
+
+
+@pytest.mark.parametrize("apart", [4, 8, 64, 4096])
+def test_many_words_that_nobody_will_change(apart: int) -> None:
+    polls = "\n".join(f"s_load_dword s{20 + k}, s[0:1], {apart * k}" for k in range(40))
+    body = f"s_load_dwordx2 s[0:1], s[0:1], 0x0\ns_waitcnt lgkmcnt(0)\n.Lpoll:\n{polls}\ns_waitcnt lgkmcnt(0)\n"
+    x = np.zeros(40 * 1024, "<u4")
+    with pytest.raises(ExecutionError, match="deadlock") as stop:
+        Emulator(Memory(x), deadlock_after=10_000, budget=1_000_000).launch(
+            assemble(body + "s_branch .Lpoll\ns_endpgm"), "k", 1, 64, [x, x]
+        )
+    assert "in 10000 instructions" in str(stop.value)
 
 
 def test_workgroups_beyond_the_resident_ones_cannot_be_waited_for() -> None:

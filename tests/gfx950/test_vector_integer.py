@@ -201,6 +201,40 @@ def test_clamp_saturates_integers(name: str) -> None:
     )
 
 
+def clipped(x: np.ndarray, bits: int, sign: bool) -> np.ndarray:
+    least, most = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if sign else (0, (1 << bits) - 1)
+    return np.clip(x, least, most).astype(np.int64) & ((1 << bits) - 1)
+
+
+SATURATING_SUMS: dict[str, Model] = {
+    "v_mad_u32_u24": lambda a, b, c: clipped(
+        (a & 0xFFFFFF).astype(object) * (b & 0xFFFFFF).astype(object) + c.astype(object), 32, False
+    ),
+    "v_mad_i32_i24": lambda a, b, c: clipped(s24(a) * s24(b) + i64(c), 32, True),
+    "v_mad_u32_u16": lambda a, b, c: clipped(u64(a & 0xFFFF) * u64(b & 0xFFFF) + u64(c), 32, False),
+    "v_mad_i32_i16": lambda a, b, c: clipped(i16(a) * i16(b) + i64(c), 32, True),
+    "v_mad_u16": lambda a, b, c: clipped(u64(a & 0xFFFF) * u64(b & 0xFFFF) + u64(c & 0xFFFF), 16, False),
+    "v_mad_i16": lambda a, b, c: clipped(i16(a) * i16(b) + i16(c), 16, True),
+    "v_sad_u32": lambda a, b, c: clipped(np.abs(u64(a).astype(np.int64) - u64(b).astype(np.int64)) + c, 32, False),
+}
+
+
+@pytest.mark.parametrize("name", SATURATING_SUMS)
+def test_clamp_saturates_sums_of_products(name: str) -> None:
+    a, b, c = integers(3)
+    got = probe(f"{name} v128, v32, v33, v34 clamp", [a, b, c], 1)[0]
+    assert_same_words(got, low(SATURATING_SUMS[name](a, b, c)), a, b, c)
+
+
+def test_clamp_saturates_a_sum_of_64_bits() -> None:
+    a, b, c, d = integers(4)
+    exact = a.astype(object) * b.astype(object) + (c.astype(object) + d.astype(object) * 2**32)
+    want = np.minimum(exact, 2**64 - 1)
+    got = probe("v_mad_u64_u32 v[128:129], vcc, v32, v33, v[34:35] clamp", [a, b, c, d], 2)
+    assert_same_words(got[0], (want % 2**32).astype("<u4"), a, b, c, d)
+    assert_same_words(got[1], (want // 2**32).astype("<u4"), a, b, c, d)
+
+
 def i16(x: np.ndarray) -> np.ndarray:
     return (x & 0xFFFF).astype(np.uint16).astype(np.int16).astype(np.int64)
 

@@ -108,3 +108,42 @@ def test_stochastic_bfloat_keeps_the_other_half() -> None:
     assert ((got & 0xFFFF) == 0xFFFF).all()
     assert set(np.unique(got >> 16)) == {0x3F80, 0x3F81}
     assert abs(((got >> 16) == 0x3F81).mean() - 0.25) < 0.03
+
+
+def test_lanes_are_routed_in_both_halves_of_a_double() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((1, 64)) * 100
+    code = """v_mov_b64_dpp v[128:129], v[32:33] row_newbcast:3 row_mask:0xf bank_mask:0xf
+        v_floor_f64_dpp v[130:131], v[32:33] row_newbcast:5 row_mask:0xf bank_mask:0xf
+        v_cvt_f32_f64_dpp v132, v[32:33] row_newbcast:0 row_mask:0xf bank_mask:0xf"""
+    got = probe(code, split(x), 5)
+    row = np.arange(64) & ~15
+    np.testing.assert_array_equal(joined(got, 0), x[:, row + 3])
+    np.testing.assert_array_equal(joined(got, 2), np.floor(x[:, row + 5]))
+    np.testing.assert_array_equal(got[4].view("<f4"), x[:, row].astype("<f4"))
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_a_signalling_nan_wins_and_is_quieted(name: str) -> None:
+    lanes = np.ones((1, 64))
+    signalling = np.full((1, 64), 0x7FF0000000000001, "<u8")
+    for first, second in ((signalling.view("<f8"), lanes), (lanes, signalling.view("<f8"))):
+        got = probe(f"v_{name}_f64 v[128:129], v[32:33], v[34:35]", [*split(first), *split(second)], 2)
+        assert (got[0] == 1).all()
+        assert (got[1] == 0x7FF80000).all()
+
+
+@pytest.mark.parametrize("overflow", [0, 1])
+def test_the_mode_bit_for_overflow_holds_for_every_half(overflow: int) -> None:
+    big, two = np.full((1, 64), 0x7BFF7BFF, "<u4"), np.full((1, 64), 0x40004000, "<u4")  # 65504, 2
+    code = """v_pk_mul_f16 v128, v32, v33
+        v_pk_fma_f16 v129, v32, v33, v33
+        v_mov_b32 v130, 0
+        v_fma_mixlo_f16 v130, v32, v33, v33 op_sel_hi:[1,1,1]
+        v_mov_b32 v40, -1
+        v_cvt_f16_u16 v131, v40
+        v_mul_f16 v132, v32, v33"""
+    want = 0x7BFF if overflow else 0x7C00
+    got = probe(code, [big, two], 5, overflow=overflow)
+    assert (got[:2] == want * 0x10001).all()
+    assert (got[2:] & 0xFFFF == want).all()

@@ -155,7 +155,7 @@ void Caches::write_line(Wave& w, Region& r, u64 number, u32 offset, const u8* in
         std::memcpy(near.data + offset, in, n);
         add(near.valid, span);
         add(near.dirty, span);
-        near.writer_pc = w.program[w.pc].pc;
+        near.writer_pc = w.culprit().pc;
         near.writer_wave = w.id;
         near.writer_group = i32(w.group->id);
         return;

@@ -45,17 +45,12 @@ TO_F32(V_CVT_OFF_F32_I4, (i32(a << 28) >> 28) / 16.0f)
 
 // ---- halves and bfloats --------------------------------------------------------------------------------------------------
 
-static inline u32 narrowed(const Wave& w, float x, u32 h) {
-    if (w.flush16 && !(h & 0x7c00)) h &= 0x8000;
-    if (w.fp16_ovfl && (h & 0x7fff) == 0x7c00 && std::isfinite(x)) h = (h & 0x8000) | 0x7bff;
-    return h;
-}
 OP(V_CVT_F16_F32) {
     SourceF32 A(w, I, 0);
     alignas(64) u32 f[LANES], r[LANES];
     EACH_LANE f[l] = A.raw(l);
     if (I.omod | I.clamp) output_modifiers(w, I, f);
-    EACH_LANE r[l] = narrowed(w, real(f[l]), half_bits(real(f[l])));
+    EACH_LANE r[l] = half_in_mode(w, real(f[l]), half_bits(real(f[l])));
     commit_16(w, I, r);
 }
 OP(V_CVT_F32_F16) {
@@ -88,7 +83,7 @@ HALF_TO(V_CVT_I16_F16, clipped<i16>(a))
         alignas(64) u32 r[LANES];                              \
         EACH_LANE {                                            \
             u32 a = A[l];                                      \
-            r[l] = half_bits(float(VALUE));                    \
+            r[l] = half_in_mode(w, VALUE, half_bits(float(VALUE))); \
         }                                                      \
         commit_16(w, I, r);                                    \
     }
@@ -106,7 +101,7 @@ TO_HALF(V_CVT_F16_I16, i16(a))
         commit(w, I, r);                                       \
     }
 PACK_TWO(V_CVT_PK_BF16_F32, bf16_bits(a) | bf16_bits(b) << 16)
-PACK_TWO(V_CVT_PK_F16_F32, narrowed(w, a, half_bits(a)) | narrowed(w, b, half_bits(b)) << 16)
+PACK_TWO(V_CVT_PK_F16_F32, half_in_mode(w, a, half_bits(a)) | half_in_mode(w, b, half_bits(b)) << 16)
 PACK_TWO(V_CVT_PKRTZ_F16_F32, half_bits_toward_zero(a) | half_bits_toward_zero(b) << 16)
 static inline u32 norm(float x, double scale) { return u32(i32(std::nearbyint(clipped<i32>(0) + (x == x ? std::clamp(double(x), scale == 65535 ? 0.0 : -1.0, 1.0) : 0.0) * scale))) & 0xffff; }
 PACK_TWO(V_CVT_PKNORM_I16_F32, norm(a, 32767) | norm(b, 32767) << 16)
@@ -214,7 +209,7 @@ READ_FP8(BF8, IS_BF8)
 enum class Wide { F32, F16, BF16 };
 static inline float wide_real(Wide t, u32 x) { return t == Wide::F32 ? real(x) : t == Wide::F16 ? half_real(x & 0xffff) : bf16_real(x & 0xffff); }
 static inline u32 wide_bits(const Wave& w, Wide t, float f) {
-    return t == Wide::F32 ? bits(f) : t == Wide::F16 ? narrowed(w, f, half_bits(f)) : bf16_bits(f);
+    return t == Wide::F32 ? bits(f) : t == Wide::F16 ? half_in_mode(w, f, half_bits(f)) : bf16_bits(f);
 }
 static inline float scale_up(u32 s) { return exponent_scale(s >> 23 & 255); }
 static inline float divided(float x, u32 s) {

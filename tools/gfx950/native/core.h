@@ -93,6 +93,24 @@ struct Machine;
 
 struct Pending;  // memory operations issued and not yet known to be done: pending.h
 
+// Loads since one that brought something new, as hashes. Forgets all when three quarters are in use.
+struct Seen {
+    u64 keys[256] = {};
+    u32 count = 0;
+    bool add(u64 key) {  // whether it is new; key is not 0
+        for (u64 at = key * 0x9e3779b97f4a7c15ull >> 56;; at = (at + 1) & 255) {
+            if (keys[at] == key) return false;
+            if (keys[at]) continue;
+            if (++count > 192) {
+                *this = {};
+                return add(key);
+            }
+            keys[at] = key;
+            return true;
+        }
+    }
+};
+
 struct Wave {
     u32* v = nullptr;
     u32* s = nullptr;
@@ -112,11 +130,13 @@ struct Wave {
     u64 busy_s[2] = {0, 0};
     Pending* pending = nullptr;
     u32 unsettled = 0;            // operations in `pending` that have not happened yet
+    const Ins* performing = nullptr;  // whose delayed operation happens now
+    const Ins& culprit() const;   // the instruction that a fault is to be laid to
     // what the wave last waited for: filled by loads, read by the deadlock report
-    u64 fresh_at = 0, last_address = 0;
+    u64 last_address = 0;
     u32 repeats = 0, last_value = 0;
     i32 last_load_pc = -1;
-    u64 recent[32] = {};
+    Seen seen;
     bool read_clock = false;
 
     u64 s64(int i) const { return u64(s[i]) | u64(s[i + 1]) << 32; }
@@ -167,7 +187,8 @@ inline int operand(const Ins& I, int k) { return k == 0 ? I.a : k == 1 ? I.b : I
 struct Source {
     alignas(64) u32 buffer[LANES];
     const u32* p;
-    Source(Wave& w, const Ins& I, int k) : Source(w, operand(I, k)) {
+    Source(Wave& w, const Ins& I, int k) : Source(w, I, k, operand(I, k)) {}
+    Source(Wave& w, const Ins& I, int k, int index) : Source(w, index) {
         if (I.flags & (F_DPP | F_SDWA)) p = routed(w, I, k, p, buffer);
     }
     Source(Wave& w, int index) {
@@ -213,7 +234,7 @@ struct SourceF32 {
 // 64-bit operands: a pair of rows, or a pair in the scalar array (64-bit constants are literals there).
 struct Source64 {
     Source low, high;
-    Source64(Wave& w, const Ins& I, int k) : Source64(w, operand(I, k)) {}
+    Source64(Wave& w, const Ins& I, int k) : low(w, I, k, operand(I, k)), high(w, I, k, operand(I, k) + 1) {}
     Source64(Wave& w, int index) : low(w, index), high(w, index + 1) {}
     u64 operator[](int l) const { return u64(low[l]) | u64(high[l]) << 32; }
 };

@@ -295,8 +295,8 @@ template <int BYTES, bool EXTEND>
 static void perform_lds_load(Wave& w, MemOp& op) {
     const Ins& I = *op.ins;
     int scope = scope_of(I);
-    u32 step = std::max<u32>(1, op.step), slot = std::max<u32>(4, op.size * step);
-    w.machine->count(w, SPACE_GLOBAL, scope, false, u64(__builtin_popcountll(op.lanes)) * op.size * step);
+    u32 slot = op.slot();
+    w.machine->count(w, SPACE_GLOBAL, scope, false, u64(__builtin_popcountll(op.lanes)) * op.size * std::max<u32>(1, op.step));
     for (u64 m = op.lanes; m; m &= m - 1) {
         int l = __builtin_ctzll(m);
         u32 x[4] = {0, 0, 0, 0};
@@ -393,11 +393,16 @@ STORES(SHORT_D16_HI, 2, true)
 STORES(BYTE, 1, false)
 STORES(BYTE_D16_HI, 1, true)
 
-OP(BUFFER_WBL2) {  // stands behind the wave's earlier stores in its queue
-    note_issue(w, I, nullptr);
+static void perform_write_back(Wave& w, MemOp& op) {
     if (!w.machine->weak()) return;
-    settle_vector(w);
-    w.machine->caches.write_back(w.group->device, w.group->xcd, scope_of(I));
+    settle_vector(w);  // it stands behind the wave's earlier stores
+    w.machine->caches.write_back(w.group->device, w.group->xcd, scope_of(*op.ins));
+}
+OP(BUFFER_WBL2) {
+    MemOp op;
+    op.ins = &I;
+    op.perform = perform_write_back;
+    submit(w, op);
 }
 OP(BUFFER_INV) {
     if (w.machine->weak()) w.machine->caches.invalidate(w.group->device, w.group->xcd, scope_of(I));
@@ -437,18 +442,11 @@ static T combined(Combine how, T old, T x, T compare) {
         return bits64(how == Combine::AddFloat ? a + b : how == Combine::MinFloat ? std::fmin(a, b) : std::fmax(a, b));
     }
 }
-template <class T>
-static void atomic(Wave& w, const Ins& I, Where where, int from, Combine how) {
-    MemOp op;
-    op.ins = &I;
-    op.size = sizeof(T);
-    op.step = 1;
-    op.store = true;
-    addresses(w, I, op, where);
-    if (w.machine->weak()) keep_order(w, op);
+template <class T, Combine HOW>
+static void perform_atomic(Wave& w, MemOp& op) {
+    const Ins& I = *op.ins;
     int scope = scope_of(I, true);
     constexpr int rows = sizeof(T) / 4;
-    const u32 *data = w.row(from), *second = w.row(from + rows);
     w.machine->count(w, SPACE_GLOBAL, scope, true, u64(__builtin_popcountll(op.lanes)) * sizeof(T));
     bool changed = false;
     for (u64 m = op.lanes; m; m &= m - 1) {
@@ -459,15 +457,14 @@ static void atomic(Wave& w, const Ins& I, Where where, int from, Combine how) {
         if (a & (sizeof(T) - 1)) throw Stop("misaligned", "atomic of " + std::to_string(sizeof(T)) + " bytes", &w, l, a);
         void* p = w.machine->weak() ? static_cast<void*>(w.machine->caches.atomic_place(w, r, a, sizeof(T), scope)) : reinterpret_cast<void*>(a);
         if (r.known) std::memset(r.known + (a - r.low), 1, sizeof(T));
-        T old, x, compare;
+        T old, x = op.data[0][l], compare = 0;
         std::memcpy(&old, p, sizeof(T));
-        x = data[l];
-        compare = second[l];
-        if constexpr (rows == 2) {
-            x |= T(data[LANES + l]) << 32;
-            compare |= T(second[LANES + l]) << 32;
+        if constexpr (rows == 2) x |= T(op.data[1][l]) << 32;
+        if constexpr (HOW == Combine::CompareSwap) {
+            compare = op.data[rows][l];
+            if constexpr (rows == 2) compare |= T(op.data[3][l]) << 32;
         }
-        T now = combined<T>(how, old, x, compare);
+        T now = combined<T>(HOW, old, x, compare);
         std::memcpy(p, &now, sizeof(T));
         changed |= now != old;
         if (m == op.lanes) note_load(w, I, a, u32(old));
@@ -477,11 +474,26 @@ static void atomic(Wave& w, const Ins& I, Where where, int from, Combine how) {
         }
     }
     if (changed) w.machine->effect();
-    note_issue(w, I, nullptr);
+}
+template <class T, Combine HOW>
+static void atomic(Wave& w, const Ins& I, Where where, int from) {
+    MemOp op;
+    op.ins = &I;
+    op.size = sizeof(T);
+    op.step = 1;
+    op.store = true;
+    op.perform = perform_atomic<T, HOW>;
+    addresses(w, I, op, where);
+    if (I.flags & F_FLAT)
+        for (u64 m = op.lanes; m; m &= m - 1)
+            if (in_lds(op.address[__builtin_ctzll(m)])) w.fail("unsupported", "a flat atomic on LDS");
+    constexpr int rows = int(sizeof(T) / 4) * (HOW == Combine::CompareSwap ? 2 : 1);
+    for (int k = 0; k < rows; k++) std::memcpy(op.data[k], w.row(from + k), sizeof op.data[k]);
+    submit(w, op);
 }
 #define ATOMIC(NAME, TYPE, HOW)                                                                          \
-    OP(GLOBAL_ATOMIC_##NAME) { atomic<TYPE>(w, I, Where::Global, I.b, Combine::HOW); }                   \
-    OP(BUFFER_ATOMIC_##NAME) { atomic<TYPE>(w, I, Where::Buffer, I.dst, Combine::HOW); }
+    OP(GLOBAL_ATOMIC_##NAME) { atomic<TYPE, Combine::HOW>(w, I, Where::Global, I.b); }                   \
+    OP(BUFFER_ATOMIC_##NAME) { atomic<TYPE, Combine::HOW>(w, I, Where::Buffer, I.dst); }
 #define ATOMIC_BOTH(NAME, HOW) ATOMIC(NAME, u32, HOW) ATOMIC(NAME##_X2, u64, HOW)
 ATOMIC_BOTH(SWAP, Swap)
 ATOMIC_BOTH(CMPSWAP, CompareSwap)

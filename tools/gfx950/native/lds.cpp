@@ -286,24 +286,40 @@ WRITES(DS_WRITE_B32, 4, 0)
 WRITES(DS_WRITE_B64, 8, 0)
 WRITES(DS_WRITE_B96, 12, 0)
 WRITES(DS_WRITE_B128, 16, 0)
+// Both halves of a two-address write are one entry of the counter and happen together.
+static void perform_write_two(Wave& w, MemOp& op) {
+    perform_write(w, op);
+    u32 half = op.size / 4;
+    EACH_LANE op.address[l] += op.lds_base;
+    for (u32 k = 0; k < half; k++) std::memcpy(op.data[k], op.data[half + k], sizeof op.data[k]);
+    perform_write(w, op);
+}
 static void write_two(Wave& w, const Ins& I, u32 bytes, u32 unit) {
-    if (w.machine->weak()) {  // one counter entry, two effects: the first happens at once
-        MemOp op;
-        op.ins = &I;
-        op.lanes = w.exec();
-        op.size = bytes;
-        drain_lds(w);
-        EACH_LANE op.address[l] = w.row(I.a)[l] + u32(I.imm) * bytes * unit;
-        for (u32 k = 0; k < bytes / 4; k++) std::memcpy(op.data[k], w.row(I.b + int(k)), sizeof op.data[k]);
-        perform_write(w, op);
-        u32 address[LANES];
-        EACH_LANE address[l] = u32(op.address[l]);
+    if (!w.machine->weak()) {
+        write(w, I, bytes, u32(I.imm) * bytes * unit, I.b, 0, false);
+        write(w, I, bytes, u32(I.imm2) * bytes * unit, I.c, 0, true);
+        return;
+    }
+    MemOp& op = *w.machine->take_op();
+    op = MemOp();
+    op.ins = &I;
+    op.perform = perform_write_two;
+    op.lanes = w.exec();
+    op.size = bytes;
+    op.store = op.lds = true;
+    op.lds_base = u32(I.imm2 - I.imm) * bytes * unit;  // from the first half to the second
+    u32 address[LANES];
+    for (u32 offset : {u32(I.imm2), u32(I.imm)}) {
+        EACH_LANE address[l] = w.row(I.a)[l] + offset * bytes * unit;
         count(w, op.lanes, bytes, true);
         count_conflicts(w, op.lanes, address, bytes);
-    } else {
-        write(w, I, bytes, u32(I.imm) * bytes * unit, I.b, 0, false);
     }
-    write(w, I, bytes, u32(I.imm2) * bytes * unit, I.c, 0, true);
+    EACH_LANE op.address[l] = address[l];
+    for (u32 k = 0; k < bytes / 4; k++) {
+        std::memcpy(op.data[k], w.row(I.b + int(k)), sizeof op.data[k]);
+        std::memcpy(op.data[bytes / 4 + k], w.row(I.c + int(k)), sizeof op.data[k]);
+    }
+    note_issue(w, I, &op);
 }
 OP(DS_WRITE2_B32) { write_two(w, I, 4, 1); }
 OP(DS_WRITE2_B64) { write_two(w, I, 8, 1); }

@@ -9,6 +9,8 @@
 
 namespace gfx950 {
 
+const Ins& Wave::culprit() const { return performing ? *performing : program[pc]; }
+
 void Wave::fail(const char* kind, const std::string& text) const { throw Stop(kind, text, this, -1, 0); }
 
 static void unknown_instruction(Wave& w, const Ins&) { w.fail("unsupported", "instruction"); }
@@ -70,17 +72,10 @@ void Machine::clock_idle(Wave& w, u64 cycles) { clock += cycles / 21 / std::max<
 // A load that repeats an earlier one (same place, same value) brings no news; the wave is waiting for something.
 void note_load(Wave& w, const Ins& I, u64 address, u32 value) {
     u64 key = (u64(u32(I.pc)) << 32 ^ address * 0x9e3779b97f4a7c15ull ^ value) | 1;
-    u64& slot = w.recent[key >> 7 & 31];
     w.last_address = address;
     w.last_value = value;
     w.last_load_pc = I.pc;
-    if (slot == key) {
-        w.repeats++;
-        return;
-    }
-    slot = key;
-    w.repeats = 0;
-    w.fresh_at = w.executed;
+    w.repeats = w.seen.add(key) ? 0 : w.repeats + 1;
 }
 
 // ---- starting a workgroup ----------------------------------------------------------------------------------------------------
@@ -197,7 +192,7 @@ static void fill_stop(RunResult& out, const Stop& stop) {
     out.group[2] = i32(w.group->z);
     out.wave = w.id;
     out.lane = stop.lane;
-    out.pc = w.program[w.pc].pc;
+    out.pc = w.culprit().pc;
     out.address = stop.address;
 }
 
@@ -219,8 +214,8 @@ void Machine::describe_waits(std::vector<std::unique_ptr<Group>>& resident, RunR
         }
 }
 
-// Waiting is proved by behaviour: every wave that could run has only repeated loads that bring nothing new, and nobody has
-// changed memory meanwhile. A wave that watches the clock gets time instead.
+// Waiting is told from behaviour: every wave that could run has only repeated loads that bring nothing new, and nobody has
+// changed memory for a long time. A wave that watches the clock gets time instead.
 void Machine::detect_deadlock(std::vector<std::unique_ptr<Group>>& resident, RunResult& out) {
     if (executed - last_effect < spec.deadlock_after) return;
     bool clocked = false;
@@ -239,7 +234,7 @@ void Machine::detect_deadlock(std::vector<std::unique_ptr<Group>>& resident, Run
         return;
     }
     describe_waits(resident, out);
-    throw Stop("deadlock", "no wave can make progress: all of them keep reading values that nobody will change", &resident[0]->waves[0], -1, 0);
+    throw Stop("deadlock", "in " + std::to_string(spec.deadlock_after) + " instructions (deadlock_after) nobody changed memory, and all waves keep reading the same values", &resident[0]->waves[0], -1, 0);
 }
 
 static bool unsettled(const Group& g) {

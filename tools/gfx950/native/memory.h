@@ -4,6 +4,7 @@
 // weak model it is performed at a seeded moment between its issue and the wait that covers it, and a store reaches only
 // the cache level that its scope asks for.
 #pragma once
+#include <algorithm>
 #include <deque>
 #include <vector>
 
@@ -100,6 +101,7 @@ struct MemOp {
     bool store = false, lds = false, done = false;
     u64 address[LANES];
     u32 data[4][LANES];
+    u32 slot() const { return std::max<u32>(4, size * std::max<u32>(1, step)); }  // bytes of LDS that a lane loads into
 };
 
 // Operations of one wave that no wait has covered yet, oldest first. `op` is null when already performed.
@@ -108,19 +110,14 @@ struct Pending {
         const Ins* ins;
         MemOp* op;
     };
-    struct Queue {
-        Entry entries[64];  // the counters go to 63
-        u32 count = 0;
-        Entry* begin() { return entries; }
-        Entry* end() { return entries + count; }
-        void add(const Ins& ins, MemOp* op) { entries[count++] = {&ins, op}; }
-    };
-    Queue vector, lgkm;
-    void clear() { vector.count = lgkm.count = 0; }
+    std::vector<Entry> vector, lgkm;
+    void clear() {
+        vector.clear();
+        lgkm.clear();
+    }
 };
 
 void submit(Wave& w, MemOp& op);                       // perform now or queue, by the memory model
-void keep_order(Wave& w, const MemOp& op);            // earlier operations of the wave on the same bytes happen first
 void note_issue(Wave& w, const Ins& I, MemOp* op);     // enter the counters without an effect to delay
 void wait_counters(Wave& w, u32 vector, u32 lgkm);
 void settle_some(Wave& w);                             // weak model: let a random pending operation happen

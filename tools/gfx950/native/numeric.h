@@ -56,6 +56,12 @@ inline u32 half_bits(float f) {
 #endif
 }
 u32 half_bits_toward_zero(float f);
+// What the mode makes of h, the half that x rounds to: denormals flushed, overflow to the largest value.
+inline u32 half_in_mode(const Wave& w, double x, u32 h) {
+    if (w.flush16 && !(h & 0x7c00)) return h & 0x8000;
+    if (w.fp16_ovfl && (h & 0x7fff) == 0x7c00 && std::isfinite(x)) return (h & 0x8000) | 0x7bff;
+    return h;
+}
 // The result of a half operation computed in double and rounded once (exact for +, *, and fused multiply-add).
 inline u32 half_result(double x) { return half_bits_slow(x); }
 

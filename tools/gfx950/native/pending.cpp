@@ -6,7 +6,7 @@
 namespace gfx950 {
 
 static void rebuild_busy(Wave& w) {
-    w.outstanding = w.pending->vector.count || w.pending->lgkm.count;
+    w.outstanding = !w.pending->vector.empty() || !w.pending->lgkm.empty();
     w.busy.clear();
     w.busy_s[0] = w.busy_s[1] = 0;
     for (auto* queue : {&w.pending->vector, &w.pending->lgkm})
@@ -19,32 +19,47 @@ static void rebuild_busy(Wave& w) {
         }
 }
 
-static void perform(Wave& w, MemOp* op) {
+// Lets an operation happen, unless it has.
+static void perform(Wave& w, Pending::Entry& e) {
+    MemOp* op = e.op;
+    if (!op) return;
+    e.op = nullptr;
     w.unsettled--;
+    const Ins* outer = w.performing;
+    w.performing = e.ins;
     op->perform(w, *op);
+    w.performing = outer;
     w.machine->give_op(op);
 }
 
-// Earlier operations of the same wave on the same bytes keep their order.
-void keep_order(Wave& w, const MemOp& op) {
-    for (auto& e : w.pending->vector) {
-        MemOp* q = e.op;
-        if (q && (q->store || op.store) && q->low < op.high && op.low < q->high) {
-            e.op = nullptr;
-            perform(w, q);
-        }
-    }
+static bool meet(const u32* a, const u32* b) {
+    u32 hit = 0;
+    for (int k = 0; k < 16; k++) hit |= a[k] & b[k];
+    return hit;
+}
+// Whether two vector-memory operations of a wave must happen in the order of their issue: one stores to bytes of the
+// other, or both write to a register or to the same bytes of LDS, as results return in order.
+static bool ordered(const MemOp& a, const MemOp& b) {
+    bool memory = (a.store || b.store) && a.low < b.high && b.low < a.high;
+    bool lds = a.lds && b.lds && a.lds_base < b.lds_base + LANES * b.slot() && b.lds_base < a.lds_base + LANES * a.slot();
+    return memory || lds || meet(a.ins->vwrite, b.ins->vwrite);
+}
+
+// Earlier operations of the wave that must happen before this one do so now.
+static void keep_order(Wave& w, const MemOp& op) {
+    for (auto& e : w.pending->vector)
+        if (e.op && ordered(*e.op, op)) perform(w, e);
 }
 
 void note_issue(Wave& w, const Ins& I, MemOp* op) {
     Pending& p = *w.pending;
     if (I.flags & F_VMEM) {
-        if (p.vector.count == 63) wait_counters(w, 62, 15);  // the counter is full: the wave stalls
-        p.vector.add(I, op);
+        if (p.vector.size() >= 63) wait_counters(w, 62, 15);  // the counter is full: the wave stalls
+        p.vector.push_back({&I, op});
     }
     if (I.flags & (F_DS | F_SMEM | F_FLAT)) {
-        if (p.lgkm.count == 15) wait_counters(w, 63, 14);
-        p.lgkm.add(I, (I.flags & F_VMEM) ? nullptr : op);
+        if (p.lgkm.size() >= 15) wait_counters(w, 63, 14);
+        p.lgkm.push_back({&I, (I.flags & F_VMEM) ? nullptr : op});
     }
     w.outstanding = true;
     w.unsettled += op != nullptr;
@@ -77,43 +92,33 @@ void submit(Wave& w, MemOp& op) {
 // all be younger: LDS and vector-memory operations complete in order, scalar loads in any order.
 void wait_counters(Wave& w, u32 vector, u32 lgkm) {
     Pending& p = *w.pending;
-    if (p.vector.count <= vector && p.lgkm.count <= lgkm) return;
-    if (p.vector.count > vector) {
-        u32 done = p.vector.count - vector;
-        for (u32 i = 0; i < done; i++)
-            if (MemOp* op = p.vector.entries[i].op) perform(w, op);
-        std::copy(p.vector.begin() + done, p.vector.end(), p.vector.begin());
-        p.vector.count = vector;
+    if (p.vector.size() <= vector && p.lgkm.size() <= lgkm) return;
+    if (p.vector.size() > vector) {
+        auto end = p.vector.end() - i64(vector);
+        for (auto e = p.vector.begin(); e != end; ++e) perform(w, *e);
+        p.vector.erase(p.vector.begin(), end);
     }
-    if (p.lgkm.count > lgkm) {
-        u32 in_order = 0, kept = 0;
+    if (p.lgkm.size() > lgkm) {
+        u32 in_order = 0;
+        size_t kept = 0;
         for (auto& e : p.lgkm) in_order += !(e.ins->flags & F_SMEM);
         for (auto& e : p.lgkm) {
             bool scalar = e.ins->flags & F_SMEM;
-            if (scalar ? lgkm > 0 : in_order-- <= lgkm) p.lgkm.entries[kept++] = e;
-            else if (e.op) perform(w, e.op);
+            if (scalar ? lgkm > 0 : in_order-- <= lgkm) p.lgkm[kept++] = e;
+            else perform(w, e);
         }
-        p.lgkm.count = kept;
+        p.lgkm.resize(kept);
     }
     rebuild_busy(w);
 }
 
 void settle_vector(Wave& w) {
-    for (auto& e : w.pending->vector)
-        if (MemOp* op = e.op) {
-            e.op = nullptr;
-            perform(w, op);
-        }
+    for (auto& e : w.pending->vector) perform(w, e);
 }
 
 void drain_lds(Wave& w) {
     if (!w.machine->weak()) return;
-    for (auto& e : w.pending->lgkm)
-        if (e.op) {
-            MemOp* op = e.op;
-            e.op = nullptr;
-            perform(w, op);
-        }
+    for (auto& e : w.pending->lgkm) perform(w, e);
 }
 
 void settle_some(Wave& w) {
@@ -121,26 +126,10 @@ void settle_some(Wave& w) {
     u64 r = w.machine->random();
     if (!w.unsettled) return;
     Pending& p = *w.pending;
-    if (p.vector.count && (r & 1)) {
-        auto& e = p.vector.entries[(r >> 8) % p.vector.count];
-        if (MemOp* op = e.op) {
-            for (auto& earlier : p.vector) {  // the same bytes stay in order
-                if (&earlier == &e) break;
-                MemOp* q = earlier.op;
-                if (q && (q->store || op->store) && q->low < op->high && op->low < q->high) return;
-            }
-            e.op = nullptr;
-            perform(w, op);
-        }
-    }
-    if (p.lgkm.count && (r & 2) && (r & 12)) {
-        for (auto& e : p.lgkm)
-            if (e.op) {  // the oldest: LDS keeps its order
-                MemOp* op = e.op;
-                e.op = nullptr;
-                perform(w, op);
-                break;
-            }
+    if (!p.vector.empty() && (r & 1)) perform(w, p.vector[(r >> 8) % p.vector.size()]);
+    if (!p.lgkm.empty() && (r & 2) && (r & 12)) {
+        auto oldest = std::find_if(p.lgkm.begin(), p.lgkm.end(), [](auto& e) { return e.op; });  // LDS keeps its order
+        if (oldest != p.lgkm.end()) perform(w, *oldest);
     }
 }
 

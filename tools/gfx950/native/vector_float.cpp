@@ -241,9 +241,7 @@ OP(V_DIV_FIXUP_F32) {
 static void output_half(const Wave& w, const Ins& I, double x, u32& r) {
     if (I.omod) x *= I.omod == 1 ? 2 : I.omod == 2 ? 4 : 0.5;
     if (I.clamp) x = x > 1 ? 1 : x > 0 ? x : 0;
-    r = half_result(x);
-    if (w.flush16 && !(r & 0x7c00)) r &= 0x8000;
-    if (w.fp16_ovfl && (r & 0x7fff) == 0x7c00 && std::isfinite(x)) r = (r & 0x8000) | 0x7bff;
+    r = half_in_mode(w, x, half_result(x));
 }
 struct HalfSource {
     Source16 raw;
@@ -346,7 +344,7 @@ OP(V_MAD_MIXLO_F16) {
     mixed(w, I, f);
     const u32* d = w.row(I.dst);
     alignas(64) u32 r[LANES];
-    EACH_LANE r[l] = (d[l] & 0xffff0000u) | half_bits(f[l]);
+    EACH_LANE r[l] = (d[l] & 0xffff0000u) | half_in_mode(w, f[l], half_bits(f[l]));
     commit(w, I, r);
 }
 OP(V_MAD_MIXHI_F16) {
@@ -354,7 +352,7 @@ OP(V_MAD_MIXHI_F16) {
     mixed(w, I, f);
     const u32* d = w.row(I.dst);
     alignas(64) u32 r[LANES];
-    EACH_LANE r[l] = (d[l] & 0xffff) | half_bits(f[l]) << 16;
+    EACH_LANE r[l] = (d[l] & 0xffff) | half_in_mode(w, f[l], half_bits(f[l])) << 16;
     commit(w, I, r);
 }
 
@@ -387,8 +385,11 @@ static inline double output_double(const Ins& I, double x) {
     }
 D2(V_ADD_F64, a + b)
 D2(V_MUL_F64, a * b)
-D2(V_MAX_F64, max_num(a, b))
-D2(V_MIN_F64, min_num(a, b))
+// A signalling NaN wins in IEEE mode, as with 32 bits.
+static inline bool signals(const Wave& w, double x) { return w.ieee && x != x && !(bits64(x) >> 51 & 1); }
+static inline double quiet(double x) { return real64(bits64(x) | u64(1) << 51); }
+D2(V_MAX_F64, signals(w, a) ? quiet(a) : signals(w, b) ? quiet(b) : max_num(a, b))
+D2(V_MIN_F64, signals(w, a) ? quiet(a) : signals(w, b) ? quiet(b) : min_num(a, b))
 D1(V_RCP_F64, 1 / a)
 D1(V_RSQ_F64, 1 / std::sqrt(a))
 D1(V_SQRT_F64, std::sqrt(a))

@@ -96,8 +96,10 @@ ADDING(V_SUBREV_U32, b - a, (b < a ? 0 : u32(b - a)), u64)
 ADDING(V_ADD_I32, a + b, saturated_signed(i64(i32(a)) + i64(i32(b))), u32)
 ADDING(V_SUB_I32, a - b, saturated_signed(i64(i32(a)) - i64(i32(b))), u32)
 
-MAP3(V_MAD_U32_U24, (a & 0xffffff) * (b & 0xffffff) + c)
-MAP3(V_MAD_I32_I24, u32(s24(a) * i64(s24(b))) + c)
+static inline u32 sum(const Ins& I, u64 x) { return I.clamp ? saturated(x) : u32(x); }
+static inline u32 sum_signed(const Ins& I, i64 x) { return I.clamp ? saturated_signed(x) : u32(x); }
+MAP3(V_MAD_U32_U24, sum(I, u64(a & 0xffffff) * (b & 0xffffff) + c))
+MAP3(V_MAD_I32_I24, sum_signed(I, i64(s24(a)) * s24(b) + i32(c)))
 MAP3(V_LSHL_OR_B32, a << (b & 31) | c)
 MAP3(V_LSHL_ADD_U32, (a << (b & 31)) + c)
 MAP3(V_ADD_LSHL_U32, (a + b) << (c & 31))
@@ -128,10 +130,10 @@ static inline u32 bytes_apart(u32 a, u32 b, u32 skip_zero) {
     }
     return sum;
 }
-MAP3(V_SAD_U8, bytes_apart(a, b, 0) + c)
-MAP3(V_MSAD_U8, bytes_apart(a, b, 1) + c)
-MAP3(V_SAD_HI_U8, (bytes_apart(a, b, 0) << 16) + c)
-MAP3(V_SAD_U32, (a > b ? a - b : b - a) + c)
+MAP3(V_SAD_U8, sum(I, u64(bytes_apart(a, b, 0)) + c))
+MAP3(V_MSAD_U8, sum(I, u64(bytes_apart(a, b, 1)) + c))
+MAP3(V_SAD_HI_U8, sum(I, (u64(bytes_apart(a, b, 0)) << 16) + c))
+MAP3(V_SAD_U32, sum(I, u64(a > b ? a - b : b - a) + c))
 static inline u32 clip8(i32 x, i32 low, i32 high) { return u32(x < low ? low : x > high ? high : x) & 255; }
 static inline u32 pick_byte(u64 data, u32 sel) {
     if (sel < 8) return u32(data >> (8 * sel)) & 255;
@@ -196,8 +198,8 @@ HALF2(V_MAX_U16, a > b ? a : b)
 HALF2(V_MIN_U16, a < b ? a : b)
 HALF2(V_MAX_I16, i16(a) > i16(b) ? a : b)
 HALF2(V_MIN_I16, i16(a) < i16(b) ? a : b)
-HALF3(V_MAD_U16, a * b + c)
-HALF3(V_MAD_I16, i16(a) * i16(b) + i16(c))
+HALF3(V_MAD_U16, I.clamp && u64(a) * b + c > 0xffff ? 0xffff : a * b + c)
+HALF3(V_MAD_I16, I.clamp ? clip_i16(i16(a) * i16(b) + i16(c)) : i16(a) * i16(b) + i16(c))
 HALF3(V_MIN3_I16, i16(min_i(min_i(u32(i16(a)), u32(i16(b))), u32(i16(c)))))
 HALF3(V_MAX3_I16, i16(max_i(max_i(u32(i16(a)), u32(i16(b))), u32(i16(c)))))
 HALF3(V_MED3_I16, max_i(min_i(u32(i16(a)), u32(i16(b))), min_i(max_i(u32(i16(a)), u32(i16(b))), u32(i16(c)))))
@@ -220,14 +222,14 @@ OP(V_MAD_U32_U16) {
     Source16 A(w, I, 0, false), B(w, I, 1, false);
     Source C(w, I, 2);
     alignas(64) u32 r[LANES];
-    EACH_LANE r[l] = A[l] * B[l] + C[l];
+    EACH_LANE r[l] = sum(I, u64(A[l]) * B[l] + C[l]);
     commit(w, I, r);
 }
 OP(V_MAD_I32_I16) {
     Source16 A(w, I, 0, false), B(w, I, 1, false);
     Source C(w, I, 2);
     alignas(64) u32 r[LANES];
-    EACH_LANE r[l] = u32(i16(A[l]) * i16(B[l])) + C[l];
+    EACH_LANE r[l] = sum_signed(I, i64(i16(A[l])) * i16(B[l]) + i32(C[l]));
     commit(w, I, r);
 }
 OP(V_PACK_B32_F16) {
@@ -298,6 +300,7 @@ OP(V_MAD_U64_U32) {
         u64 c = C[l];
         r[l] = u64(A[l]) * B[l] + c;
         carry |= u64(r[l] < c) << l;
+        if (I.clamp && r[l] < c) r[l] = ~u64(0);
     }
     commit_64(w, I, r);
     commit_mask(w, I, I.dst2, carry);
@@ -310,6 +313,7 @@ OP(V_MAD_I64_I32) {
         i64 p = i64(i32(A[l])) * i32(B[l]), sum;
         overflow |= u64(__builtin_add_overflow(p, i64(C[l]), &sum)) << l;
         r[l] = u64(p) + C[l];
+        if (I.clamp && (overflow >> l & 1)) r[l] = p < 0 ? u64(1) << 63 : ~u64(0) >> 1;
     }
     commit_64(w, I, r);
     commit_mask(w, I, I.dst2, overflow);

@@ -95,8 +95,7 @@ SHORTS(V_PK_MIN_U16, 2, a < b ? a : b)
 
 static inline u32 half_out(const Wave& w, const Ins& I, double x) {
     if (I.clamp) x = x > 1 ? 1 : x > 0 ? x : 0;
-    u32 h = half_result(x);
-    return w.flush16 && !(h & 0x7c00) ? h & 0x8000 : h;
+    return half_in_mode(w, x, half_result(x));
 }
 static inline double value(const Wave& w, u32 h) { return w.flush16 && !(h & 0x7c00) ? 0.0 : double(half_real(h)); }
 #define HALVES(NAME, COUNT, VALUE)                                                       \
