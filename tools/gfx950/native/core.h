@@ -95,15 +95,16 @@ struct Pending;  // memory operations issued and not yet known to be done: pendi
 
 // Loads since one that brought something new, as hashes. Forgets all when three quarters are in use.
 struct Seen {
-    u64 keys[256] = {};
+    u32 keys[128] = {};
     u32 count = 0;
-    bool add(u64 key) {  // whether it is new; key is not 0
-        for (u64 at = key * 0x9e3779b97f4a7c15ull >> 56;; at = (at + 1) & 255) {
+    bool add(u64 load) {  // whether it is new
+        u32 key = u32(load * 0x9e3779b97f4a7c15ull >> 32) | 1;
+        for (u32 at = key >> 25;; at = (at + 1) & 127) {
             if (keys[at] == key) return false;
             if (keys[at]) continue;
-            if (++count > 192) {
+            if (++count > 96) {
                 *this = {};
-                return add(key);
+                return add(load);
             }
             keys[at] = key;
             return true;

@@ -71,7 +71,7 @@ void Machine::clock_idle(Wave& w, u64 cycles) { clock += cycles / 21 / std::max<
 
 // A load that repeats an earlier one (same place, same value) brings no news; the wave is waiting for something.
 void note_load(Wave& w, const Ins& I, u64 address, u32 value) {
-    u64 key = (u64(u32(I.pc)) << 32 ^ address * 0x9e3779b97f4a7c15ull ^ value) | 1;
+    u64 key = u64(u32(I.pc)) << 32 ^ address * 0x9e3779b97f4a7c15ull ^ value;
     w.last_address = address;
     w.last_value = value;
     w.last_load_pc = I.pc;
