@@ -220,6 +220,31 @@ def test_use_before_wait_is_reported_with_the_register() -> None:
         Emulator(Memory(x)).launch(assemble(early), "k", 1, 64, [x, x])
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "s_load_dword s8, s[4:5], 0x10\ns_load_dword s9, s[4:5], s8",
+        "s_load_dword s8, s[4:5], 0x10\ns_buffer_load_dword s9, s[12:15], s8",
+        "s_load_dwordx2 vcc, s[4:5], 0x10\ns_cbranch_vccz over\nover:",
+        "s_load_dwordx2 vcc, s[4:5], 0x10\ns_cbranch_vccnz over\nover:",
+        "s_load_dwordx2 vcc, s[4:5], 0x10\ns_mov_b32 s9, src_vccz",
+    ],
+)
+def test_offsets_and_branches_wait_for_their_scalars(code: str) -> None:
+    head = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+        s_mov_b32 s14, 512
+        s_mov_b32 s15, 0x27000
+        s_waitcnt lgkmcnt(0)
+        s_mov_b64 s[12:13], s[4:5]
+        """
+    x = np.zeros(128, "<u4")
+    first, rest = code.split("\n", 1)
+    with pytest.raises(ExecutionError, match="a scalar register is used before a wait covers the load"):
+        Emulator(Memory(x)).launch(assemble(f"{head}{code}\ns_endpgm"), "k", 1, 64, [x, x])
+    waits = f"{head}{first}\ns_waitcnt lgkmcnt(0)\n{rest}\ns_endpgm"
+    Emulator(Memory(x)).launch(assemble(waits), "k", 1, 64, [x, x])
+
+
 # Two waves exchange a word through LDS.
 EXCHANGE = """
     s_load_dwordx4 s[4:7], s[0:1], 0x0

@@ -33,7 +33,7 @@ from .record import (
     VECTOR,
 )
 
-VCC, M0, LITERAL = 106, 124, 255
+VCC, M0, VCCZ, LITERAL = 106, 124, 251, 255
 FLOATS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.0, -4.0)  # constants 240..247; 248 is 1 / (2 pi)
 READS_DESTINATION = re.compile(r"V_(PK_)?FMAC|V_DOT\dC|V_SWAP|V_PERMLANE")
 
@@ -166,7 +166,7 @@ class Lowering:
         else:
             index = number
         low.f[to] = index
-        low.reads.append((index, words))
+        low.reads.append((VCC, 2) if number == VCCZ else (index, words))
 
     def one(self, ins: Instruction) -> Lowered:
         low = Lowered(ins, operation=ins.name)
@@ -184,6 +184,8 @@ class Lowering:
         low.f["imm"] = imm
         if "BRANCH" in low.ins.name:
             low.f["target"] = self.target(low.ins, imm)
+        if "VCC" in low.ins.name:
+            low.reads.append((VCC, 2))
 
     def target(self, ins: Instruction, imm: int) -> int:
         return self.index.get(ins.pc + ins.size + 4 * signed(imm, 16), len(self.index))
@@ -232,6 +234,8 @@ class Lowering:
             low.operation = "S_BUFFER_LOAD" if match[1] else "S_LOAD"
             low.f["count"] = int(match[2] or 1)
             low.reads.append((low.f["a"], 4 if match[1] else 2))
+            if low.f["b"] >= 0:
+                low.reads.append((low.f["b"], 1))
             low.writes.append((low.f["dst"], low.f["count"]))
         elif ins.name in ("S_MEMTIME", "S_MEMREALTIME"):
             low.writes.append((low.f["dst"], 2))
