@@ -319,3 +319,55 @@ def test_a_read_only_region_refuses_stores() -> None:
         Emulator(memory).launch(
             assemble(HEAD + "global_store_dword v1, v1, s[6:7]\ns_endpgm"), "k", 1, 64, [source, result]
         )
+
+
+def store_to_all_of(whole: np.ndarray, memory: Memory, **options: object) -> list[str]:
+    """A kernel reads and writes `whole`, 128 words; returns the kinds of its reports."""
+    body = """global_load_dwordx2 v[10:11], v2, s[4:5]
+        s_waitcnt vmcnt(0)
+        global_store_dword v1, v0, s[4:5]
+        global_store_dword v1, v0, s[4:5] offset:256
+        s_endpgm"""
+    done = Emulator(memory, **options).launch(assemble(HEAD + body), "k", 1, 64, [whole, whole])  # type: ignore[arg-type]
+    assert list(whole) == [*range(64), *range(64)]
+    return [report.kind for report in done.reports]
+
+
+@pytest.mark.parametrize("order", ["inside first", "whole first", "halves first"])
+def test_registrations_may_overlap(order: str) -> None:
+    raw = bytearray(512)
+    whole = np.frombuffer(raw, "<u4")
+    inside = np.frombuffer(raw, "<u4", 16, 128)
+    left, right = np.frombuffer(raw, "<u4", 80), np.frombuffer(raw, "<u4", 80, 192)
+    buffers = {"inside first": (inside, whole), "whole first": (whole, inside), "halves first": (left, right)}[order]
+    memory = Memory(*buffers)
+    assert len(memory.regions) == 1
+    region = memory.regions[0]
+    assert (region.low, region.high) == (whole.ctypes.data, whole.ctypes.data + 512)
+    name = {"inside first": "buffer 1", "whole first": "buffer 0", "halves first": "buffer 0 with buffer 1"}[order]
+    assert memory.describe(region.low + 4) == f"{name} + 4 of 512"
+    assert store_to_all_of(whole, memory) == []
+
+
+def test_what_was_registered_as_uninitialised_stays_so() -> None:
+    raw = bytearray(512)
+    whole, inside = np.frombuffer(raw, "<u4"), np.frombuffer(raw, "<u4", 16, 128)
+    memory = Memory()
+    memory.add(inside, "inside", uninitialised=True)
+    memory.add(whole, "whole")
+    assert memory.regions[0].known is not None
+    assert list(np.flatnonzero(memory.regions[0].known == 0)) == list(range(128, 192))
+    assert store_to_all_of(whole, memory, uninitialised=True) == ["uninitialised memory"]
+
+
+@pytest.mark.parametrize("how", [{"device": 1}, {"device": 0, "peer": True}, {"device": 0, "read_only": True}])
+def test_overlapping_registrations_open_memory_in_one_way(how: dict[str, int]) -> None:
+    raw = bytearray(512)
+    memory = Memory()
+    memory.add(np.frombuffer(raw, "<u4", 16, 128), "inside", device=0)
+    before = list(memory.regions)
+    with pytest.raises(
+        ValueError, match=r"whole overlaps inside: \(device, peer, read_only\) is .*, must be \(0, False"
+    ):
+        memory.add(np.frombuffer(raw, "<u4"), "whole", **how)  # type: ignore[arg-type]
+    assert memory.regions == before

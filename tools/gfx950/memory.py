@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +24,23 @@ class Region:
     read_only: bool = False
     known: np.ndarray | None = None
     keep: Any = None  # what owns the bytes
+
+    def joined(self, other: Region) -> Region:
+        """This region and a later one that overlaps it, as one. Bytes of both stay as known as they were here."""
+        mine, its = ((r.device, r.peer, r.read_only) for r in (self, other))
+        if mine != its:
+            raise ValueError(
+                f"{other.name} overlaps {self.name}: (device, peer, read_only) is {its}, must be {mine} as there"
+            )
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        known = None
+        if self.known is not None or other.known is not None:
+            known = np.ones(high - low, np.uint8)
+            for r in (other, self):
+                known[r.low - low : r.high - low] = 1 if r.known is None else r.known
+        whole = (other.low, other.high) == (low, high)
+        name = other.name if whole else f"{self.name} with {other.name}"
+        return Region(low, high, name, *mine, known, (self.keep, other.keep))
 
 
 def extent(buffer: Any) -> tuple[int, int]:
@@ -62,13 +78,19 @@ class Memory:
         uninitialised: bool = False,
     ) -> Any:
         """Opens a tensor's or array's memory to kernels and returns the buffer. With `uninitialised`, reads of bytes
-        that no kernel has written are reported."""
+        that no kernel has written are reported. Memory that is registered already stays as it is; where only a part of
+        it is, the rest joins that part, and ValueError is raised if the two were to be opened in different ways."""
         low, high = extent(buffer)
         if high > low and not any(r.low <= low and high <= r.high for r in self.regions):
             known = np.zeros(high - low, np.uint8) if uninitialised else None
             region = Region(low, high, name or f"0x{low:x}", device, peer, read_only, known, buffer)
-            at = bisect.bisect([r.low for r in self.regions], low)
-            self.regions.insert(at, region)
+            apart = []
+            for other in self.regions:  # the core looks for one region at an address: they must not overlap
+                if other.high <= low or high <= other.low:
+                    apart.append(other)
+                else:
+                    region = other.joined(region)
+            self.regions = sorted([*apart, region], key=lambda r: r.low)
         return buffer
 
     def find(self, address: int) -> Region | None:
