@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from tools.gfx950 import (
     CodeObject,
     CodeObjectError,
     Emulator,
+    Launch,
     Memory,
     UnsupportedInstructionError,
     build,
@@ -22,8 +25,10 @@ from tools.gfx950 import (
     toolkit,
 )
 from tools.gfx950.__main__ import main
+from tools.gfx950.codeobject import Argument
 from tools.gfx950.decode import decode
 from tools.gfx950.disassembly import listing, text_of
+from tools.gfx950.emulator import value_bytes
 
 ROOT = Path(__file__).parents[2]
 COPY = """s_load_dwordx4 s[4:7], s[0:1], 0x0
@@ -186,6 +191,117 @@ def test_arguments_are_checked() -> None:
         Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", 1, 64, [x])
     with pytest.raises(ValueError, match="positive sizes"):
         Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", 0, 64, [x, x])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("model", "wek", "flat or weak"),
+        ("seed", 1 << 64, "an int from 0 to 18446744073709551615"),
+        ("seed", 1.0, "an int from 0"),
+        ("quantum", -5, "an int from 1"),
+        ("resident", -1, "an int from 1 to 2147483647"),
+        ("lds_fill", 1 << 32, "an int from 0 to 4294967295"),
+    ],
+)
+def test_options_are_checked(option: str, value: object, allowed: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{option}={value!r} must be {allowed}")):
+        Emulator(Memory(), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"device": -1}, "device=-1 must be an int from 0 to 7"),
+        ({"device": 8}, "device=8 must be an int from 0 to 7"),
+        ({"dynamic_lds": -5}, "dynamic_lds=-5 must be an int from 0"),
+        ({"grid": 1 << 33}, "grid=8589934592 must be one to three positive sizes"),
+        ({"grid": (1 << 31, 1 << 31, 4)}, "must be one to three positive sizes with a product below 2^31"),
+        ({"block": 64.0}, "block=64.0 must be one to three positive sizes"),
+    ],
+)
+def test_launches_are_checked(how: dict[str, Any], message: str) -> None:
+    x = np.zeros(2, "<u4")
+    launch = Launch(
+        **{"code_object": assemble("s_endpgm"), "kernel": "k", "grid": 1, "block": 64, "args": [x, x], **how}
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Emulator(Memory(x), model="weak").run([launch])
+
+
+def test_sizes_may_be_numpys_and_a_run_needs_a_launch() -> None:
+    x = np.zeros(2, "<u4")
+    done = Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", np.int64(2), np.array([64, 2]), [x, x])  # type: ignore[arg-type]
+    assert done.waves == 4
+    with pytest.raises(ValueError, match="no launch was given"):
+        Emulator(Memory(x)).run([])
+
+
+def packed(value: object, size: int) -> bytes:
+    return value_bytes(value, Argument(0, size, "by_value"))
+
+
+def test_numbers_are_as_wide_as_the_argument() -> None:
+    for value in (5, np.uint8(5), np.int64(5)):
+        assert packed(value, 8) == (5).to_bytes(8, "little")
+    assert packed(np.int8(-5), 4) == (-5).to_bytes(4, "little", signed=True)
+    assert packed(np.True_, 4) == packed(True, 4) == (1).to_bytes(4, "little")
+    assert packed(0.5, 4) == packed(np.float64(0.5), 4) == packed(np.float32(0.5), 4) == np.float32(0.5).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float32(5), "float32 gives 4 bytes, it takes 8"),
+        (b"ab", "bytes gives 2 bytes, it takes 8"),
+        ("5", "'5' is no address, array, number or bytes that fits 8 bytes"),
+        ([1, 2], r"\[1, 2\] is no address, array, number or bytes"),
+        (1 << 64, "18446744073709551616 is no address, array, number or bytes"),
+    ],
+)
+def test_what_does_not_fit_an_argument_is_named(value: object, message: str) -> None:
+    x = np.zeros(2, "<u4")
+    with pytest.raises(ValueError, match=f"argument 1 of kernel k: {message}"):
+        Emulator(Memory(x)).launch(assemble("s_endpgm"), "k", 1, 64, [x, value])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"zeros": [4], "dtype": "int33"}, 0], "argument 0, {'zeros': [4], 'dtype': 'int33'}: data type 'int33' not"),
+        ([{"zeros": [4], "dtype": "object"}, 0], "dtype object holds addresses of Python"),
+        ([{"zeros": [-4]}, 0], "argument 0, {'zeros': [-4]}: negative dimensions"),
+        ([0, {"file": "empty.npy"}], "argument 1, {'file': 'empty.npy'}: No data left in file"),
+        ([0, {"save": "x.npy"}], "argument 1, {'save': 'x.npy'}: needs one of file, zeros"),
+        ([0, "x"], "argument 1 of kernel k: 'x' is no address"),
+        ([0, [1]], "argument 1 of kernel k: [1] is no address"),
+        ([0, 1 << 64], "argument 1 of kernel k: 18446744073709551616 is no address"),
+        ({"zeros": [4]}, "holds a dict, must hold a list"),
+    ],
+)
+def test_the_command_line_names_the_argument(
+    files: Path, capsys: pytest.CaptureFixture[str], entries: object, message: str
+) -> None:
+    (files / "empty.npy").touch()
+    (files / "args.json").write_text(json.dumps(entries))
+    assert main(arguments("run", files)) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--wave", "5"), "wave=5 must be an int from 0 to 0"),
+        (("--wave", "-1"), "wave=-1 must be an int from 0 to 0"),
+        (("--workgroup", "9"), "workgroup=9 must be an int from 0 to 0"),
+    ],
+)
+def test_a_trace_is_of_a_wave_that_there_is(
+    files: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, str], message: str
+) -> None:
+    assert main(arguments("trace", files, *more)) == 1
+    assert message in capsys.readouterr().err
+    assert not (files / "y.npy").exists()
 
 
 def test_hidden_arguments_and_workgroup_ids() -> None:

@@ -29,8 +29,10 @@ def _array(entry: dict[str, Any], folder: Path, seed: int) -> np.ndarray:
         return np.ascontiguousarray(np.load(folder / entry["file"]))
     maker = next((m for m in MAKERS if m in entry), None)
     if maker is None:
-        raise ValueError(f"argument {entry}: needs one of file, {', '.join(MAKERS)}")
+        raise ValueError(f"needs one of file, {', '.join(MAKERS)}")
     shape, dtype = entry[maker], np.dtype(entry.get("dtype", "float32"))
+    if dtype.hasobject:
+        raise ValueError(f"dtype {dtype} holds addresses of Python, must be one of numbers")
     if maker == "random":
         return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
     if maker == "range":
@@ -42,11 +44,17 @@ def load(path: Path) -> tuple[list[Any], Memory, list[tuple[Path, np.ndarray]]]:
     """The arguments, the memory that they need, and what to save afterwards."""
     args: list[Any] = []
     memory, saves = Memory(), []
-    for k, entry in enumerate(json.loads(path.read_text())):
+    entries = json.loads(path.read_text())
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} holds a {type(entries).__name__}, must hold a list with an entry for each argument")
+    for k, entry in enumerate(entries):
         if not isinstance(entry, dict):
             args.append(entry)
             continue
-        array = _array(entry, path.parent, k)
+        try:
+            array = _array(entry, path.parent, k)
+        except (TypeError, ValueError, OverflowError, MemoryError, EOFError) as error:  # as numpy has them
+            raise ValueError(f"argument {k}, {entry}: {error}") from None
         memory.add(array, name=f"argument {k}", uninitialised=bool(entry.get("uninitialised")))
         args.append(array)
         if "save" in entry:

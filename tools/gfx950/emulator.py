@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +22,32 @@ from .profile import Profile
 
 COMPUTE_UNITS = 256
 XCDS = 8
+MAX_DEVICES = 8
 Triple = tuple[int, int, int]
 
 
-def triple(value: int | Sequence[int]) -> Triple:
+def integer(what: str, value: Any, low: int, high: int) -> int:
+    """`value` from `low` to `high` as an int: the native core would take what is left of it in its own width."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = low - 1
+    if not low <= found <= high:
+        raise ValueError(f"{what}={value!r} must be an int from {low} to {high}")
+    return found
+
+
+def triple(what: str, value: Any) -> Triple:
     """A grid or block of one to three dimensions, filled up with ones."""
-    parts = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(parts) <= 3 or any(p < 1 for p in parts):
-        raise ValueError(f"{value} is not one to three positive sizes")
+    try:
+        parts = [operator.index(p) for p in (value if isinstance(value, Iterable) else (value,))]
+    except TypeError:
+        parts = []
+    # the core numbers workgroups with 32 bits
+    if not 1 <= len(parts) <= 3 or min(parts) < 1 or math.prod(parts) >= 1 << 31:
+        raise ValueError(f"{what}={value!r} must be one to three positive sizes with a product below 2^31")
     x, y, z = (*parts, 1, 1)[:3]
-    return int(x), int(y), int(z)
+    return x, y, z
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,25 @@ class Options:
     clock_start: int = 1_000_000
     lds_fill: int = 0xDEADBEEF
     vector_fill: int = 0xFFF7F00D  # a NaN in single and half precision
+
+    def __post_init__(self) -> None:
+        if self.model not in ("flat", "weak"):
+            raise ValueError(f"model={self.model!r} must be flat or weak")
+        most = 2**64 - 1
+        for what, low, high in (
+            ("seed", 0, most),
+            ("quantum", 1, most),
+            ("resident", 1, 2**31 - 1),
+            ("budget", 0, most),
+            ("deadlock_after", 0, most),
+            ("ticks_per_round", 0, most),
+            ("clock_start", 0, most),
+            ("lds_fill", 0, 2**32 - 1),
+            ("vector_fill", 0, 2**32 - 1),
+        ):
+            value = getattr(self, what)
+            if not (what == "resident" and value is None):
+                object.__setattr__(self, what, integer(what, value, low, high))
 
 
 @dataclass
@@ -142,15 +179,16 @@ class Emulator:
     def run(self, launches: Iterable[Launch], trace: Trace | None = None) -> Result:
         """Runs launches together, their workgroups interleaved; each on the device that it names."""
         prepared = [_Prepared(self, launch) for launch in launches]
+        if not prepared:
+            raise ValueError("no launch was given: there is nothing to run")
+        if trace:
+            trace.check(prepared)
         keep: list[Any] = []
         regions = self._regions(prepared)
         o = self.options
         lib = build.library()
         abi.check(lib)
         specs = (abi.LaunchC * len(prepared))(*(p.spec for p in prepared))
-        devices = 1 + max(p.launch.device for p in prepared)
-        if devices > 8:
-            raise ValueError(f"{devices} devices; the machine has at most 8")
         checks = (
             abi.CHECK_UNINITIALISED * o.uninitialised
             | abi.CHECK_HAZARDS * o.hazards
@@ -162,10 +200,10 @@ class Emulator:
             regions=regions,
             launch_count=len(prepared),
             region_count=len(regions),
-            device_count=devices,
+            device_count=1 + max(p.device for p in prepared),
             weak=o.model == "weak",
             seed=o.seed,
-            quantum=max(1, o.quantum),
+            quantum=o.quantum,
             budget=o.budget,
             clock_start=o.clock_start,
             ticks_per_round=o.ticks_per_round,
@@ -206,7 +244,7 @@ class Emulator:
             found = [abi.RegionC(4096, (1 << 47) - 4096, -1, 0, None, None)]
             if self.options.model == "weak":
                 raise ValueError("the weak memory model needs registered buffers: Memory(strict=True)")
-        elif prepared:
+        else:
             for p in prepared:
                 for array in (p.kernarg, p.image):
                     found.append(
@@ -232,7 +270,7 @@ class Emulator:
         where = (
             f"{p.kernel.name}+0x{out.pc:x}, workgroup {tuple(out.group)}, wave {out.wave}"
             + (f", lane {out.lane}" if out.lane >= 0 else "")
-            + (f", device {p.launch.device}" if p.launch.device else "")
+            + (f", device {p.device}" if p.device else "")
         )
         lines = [f"{kind}: {text}"]
         if kind in ("deadlock", "budget"):
@@ -268,6 +306,12 @@ class Trace:
     wave: int = 0
     launch: int = 0
 
+    def check(self, prepared: Sequence[_Prepared]) -> None:
+        """ValueError where there is no such wave."""
+        p = prepared[integer("launch", self.launch, 0, len(prepared) - 1)]
+        integer("workgroup", self.workgroup, 0, math.prod(p.grid) - 1)
+        integer("wave", self.wave, 0, p.waves - 1)
+
     def callback(self, program: Program) -> Any:
         def show(pc: int, scalars: Any, vectors: Any, exec_mask: int, scc: int) -> None:
             k = program.at(pc)
@@ -290,9 +334,11 @@ class _Prepared:
         self.launch = launch
         code_object = launch.code_object
         self.kernel = code_object.kernel(launch.kernel)
-        self.grid, self.block = triple(launch.grid), triple(launch.block)
-        threads = self.block[0] * self.block[1] * self.block[2]
-        lds = self.kernel.lds_bytes + launch.dynamic_lds
+        self.grid, self.block = triple("grid", launch.grid), triple("block", launch.block)
+        self.device = integer("device", launch.device, 0, MAX_DEVICES - 1)
+        threads = math.prod(self.block)
+        dynamic_lds = integer("dynamic_lds", launch.dynamic_lds, 0, 2**32 - 1)
+        lds = self.kernel.lds_bytes + dynamic_lds
         if reasons := self.kernel.refusals(lds, threads):
             raise CodeObjectError(f"kernel {self.kernel.name} cannot run: " + "; ".join(reasons))
         self.program = emulator.program(code_object, self.kernel)
@@ -303,7 +349,7 @@ class _Prepared:
                 "does not have:\n  " + "\n  ".join(lines)
             )
         self.waves = (threads + 63) // 64
-        self.kernarg = pack(self.kernel, launch.args, self.grid, self.block, launch.dynamic_lds)
+        self.kernarg = pack(self.kernel, launch.args, self.grid, self.block, dynamic_lds)
         self.image = np.frombuffer(code_object.image, np.uint8)
         self.hits = np.zeros(len(self.program.records), np.uint64)
         self.traffic = np.zeros(abi.TRAFFIC, np.uint64)
@@ -323,7 +369,7 @@ class _Prepared:
             rsrc2=k.rsrc2,
             kernarg=self.kernarg.ctypes.data,
             code_base=self.image.ctypes.data + k.entry,
-            device=launch.device,
+            device=self.device,
             resident=resident,
             hits=self.hits.ctypes.data,
             traffic=self.traffic.ctypes.data,
@@ -341,22 +387,29 @@ class _Prepared:
 
 
 def value_bytes(value: Any, argument: Argument) -> bytes:
-    """An argument's bytes."""
-    if isinstance(value, bytes):
-        if len(value) != argument.size:
-            raise ValueError(f"argument at offset {argument.offset} has {argument.size} bytes, {len(value)} were given")
-        return value
-    if value is None:
-        return bytes(argument.size)
-    if hasattr(value, "data_ptr"):
-        return struct.pack("<Q", value.data_ptr())
-    if isinstance(value, np.ndarray):
-        return struct.pack("<Q", value.ctypes.data)
-    if isinstance(value, np.generic):
-        return value.tobytes()
-    if isinstance(value, float):
-        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[argument.size], value)
-    return int(value).to_bytes(argument.size, "little", signed=int(value) < 0)
+    """An argument's bytes. ValueError for what does not fill them exactly; the caller knows which argument it is."""
+    size = argument.size
+    try:
+        if isinstance(value, bytes):
+            data = value
+        elif value is None:
+            data = bytes(size)
+        elif hasattr(value, "data_ptr"):
+            data = struct.pack("<Q", value.data_ptr())
+        elif isinstance(value, np.ndarray):
+            data = struct.pack("<Q", value.ctypes.data)
+        elif isinstance(value, float):
+            data = struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)
+        elif isinstance(value, np.inexact):
+            data = value.tobytes()
+        else:  # integers and booleans of any type are as wide as the argument
+            number = operator.index(value.item() if isinstance(value, np.bool_) else value)
+            data = number.to_bytes(size, "little", signed=number < 0)
+    except (KeyError, OverflowError, TypeError):
+        raise ValueError(f"{value!r} is no address, array, number or bytes that fits {size} bytes") from None
+    if len(data) != size:
+        raise ValueError(f"{type(value).__name__} gives {len(data)} bytes, it takes {size}")
+    return data
 
 
 def pack(kernel: Kernel, args: Sequence[Any] | bytes, grid: Triple, block: Triple, dynamic_lds: int = 0) -> np.ndarray:
@@ -366,13 +419,20 @@ def pack(kernel: Kernel, args: Sequence[Any] | bytes, grid: Triple, block: Tripl
     block_at = (-raw.ctypes.data) % 64
     out = raw[block_at : block_at + size]
     if isinstance(args, bytes):
+        if len(args) > size:
+            raise ValueError(f"kernel {kernel.name} takes {kernel.kernarg_bytes} bytes, {len(args)} were given")
         out[: len(args)] = np.frombuffer(args, np.uint8)
     else:
         explicit = [a for a in kernel.arguments if not a.hidden]
         if len(explicit) != len(args):
             raise ValueError(f"kernel {kernel.name} takes {len(explicit)} arguments, {len(args)} were given")
-        for a, value in zip(explicit, args, strict=True):
-            out[a.offset : a.offset + a.size] = np.frombuffer(value_bytes(value, a), np.uint8)
+        for k, (a, value) in enumerate(zip(explicit, args, strict=True)):
+            try:
+                data = value_bytes(value, a)
+            except ValueError as error:
+                name = f" ({a.name})" if a.name else ""
+                raise ValueError(f"argument {k}{name} of kernel {kernel.name}: {error}") from None
+            out[a.offset : a.offset + a.size] = np.frombuffer(data, np.uint8)
     dimensions = 3 if grid[2] * block[2] > 1 else 2 if grid[1] * block[1] > 1 else 1
     hidden = {"hidden_grid_dims": dimensions, "hidden_dynamic_lds_size": dynamic_lds}
     for axis, name in enumerate("xyz"):
