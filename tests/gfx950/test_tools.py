@@ -304,6 +304,21 @@ def test_a_trace_is_of_a_wave_that_there_is(
     assert not (files / "y.npy").exists()
 
 
+def test_damaged_code_objects_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = assemble(COPY, lds=256).data
+    for size in range(4, len(whole), 97):  # in the header, in the tables, in the program
+        (tmp_path / "cut.hsaco").write_bytes(whole[:size])
+        assert main(["disasm", str(tmp_path / "cut.hsaco")]) == 1
+        assert "a damaged code object: " in capsys.readouterr().err
+    for at, byte in ((5, 9), (40, 255), (62, 200)):  # byte order, place and number of the sections
+        wrong = bytearray(whole)
+        wrong[at] = byte
+        with pytest.raises(CodeObjectError, match="a damaged code object: "):
+            CodeObject(bytes(wrong))
+    with pytest.raises(CodeObjectError, match="a damaged code object: KeyError"):
+        CodeObject(whole.replace(b".value_kind", b".value_kinb"))
+
+
 def test_hidden_arguments_and_workgroup_ids() -> None:
     out = np.zeros((2, 3, 2, 128), "<u4")
     body = """s_load_dwordx2 s[4:5], s[0:1], 0x0

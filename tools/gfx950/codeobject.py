@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import struct
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
@@ -21,6 +21,7 @@ NOTE_METADATA = 32
 LDS_LIMIT = 160 * 1024
 REGISTER_LIMIT = 512
 THREAD_LIMIT = 1024
+IMAGE_LIMIT = 1 << 30  # bytes; code objects have kilobytes
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,7 @@ class Kernel:
     properties: int
     preload: int
     metadata: dict[str, Any] = field(repr=False)
-
-    @property
-    def arguments(self) -> list[Argument]:
-        found = self.metadata.get(".args", [])
-        return [Argument(a[".offset"], a[".size"], a[".value_kind"], a.get(".name", "")) for a in found]
+    arguments: tuple[Argument, ...] = field(repr=False)
 
     @property
     def vector_registers(self) -> int:
@@ -116,9 +113,18 @@ class CodeObject:
 
     def __init__(self, data: bytes | str | Path) -> None:
         self.data = data if isinstance(data, bytes) else Path(data).read_bytes()
+        self.lowered: dict[str, Any] = {}  # by kernel: kept by the emulator for later launches
         if self.data[:4] != b"\x7fELF":
             raise CodeObjectError("not an ELF file")
-        elf = ELFFile(io.BytesIO(self.data))
+        try:
+            self._parse(ELFFile(io.BytesIO(self.data)))
+        except CodeObjectError:
+            raise
+        # What elftools, struct, msgspec and the look-ups here make of bytes that are not what their headers say.
+        except (ELFError, struct.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CodeObjectError(f"a damaged code object: {type(error).__name__}: {error}") from error
+
+    def _parse(self, elf: ELFFile) -> None:
         if elf.header["e_machine"] not in (EM_AMDGPU, "EM_AMDGPU"):
             raise CodeObjectError(f"not an AMD GPU code object: machine {elf.header['e_machine']}")
         mach = elf.header["e_flags"] & 0xFF
@@ -132,14 +138,20 @@ class CodeObject:
             for s in section.iter_symbols()
         }
         self.metadata = self._metadata(elf)
-        self.lowered: dict[str, Any] = {}  # by kernel: kept by the emulator for later launches
+        self.kernels = {k.name: k for k in map(self._kernel, self.metadata["amdhsa.kernels"])}
 
     @staticmethod
     def _load(elf: ELFFile) -> bytes:
         loads = [s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"]
-        image = bytearray(max(s["p_vaddr"] + s["p_memsz"] for s in loads))
+        size = max((s["p_vaddr"] + s["p_memsz"] for s in loads), default=0)
+        if not 0 < size <= IMAGE_LIMIT:
+            raise CodeObjectError(f"a damaged code object: it loads {size} bytes, allowed are 1 to {IMAGE_LIMIT}")
+        image = bytearray(size)
         for s in loads:
-            image[s["p_vaddr"] : s["p_vaddr"] + s["p_filesz"]] = s.data()
+            data = s.data()
+            if not len(data) == s["p_filesz"] <= s["p_memsz"]:
+                raise CodeObjectError(f"a damaged code object: {len(data)} of {s['p_filesz']} bytes to load are there")
+            image[s["p_vaddr"] : s["p_vaddr"] + len(data)] = data
         return bytes(image)
 
     @staticmethod
@@ -156,10 +168,6 @@ class CodeObject:
                 at += (size + 3) // 4 * 4
         raise CodeObjectError("no kernel metadata: not a code object of version 3 or later")
 
-    @cached_property
-    def kernels(self) -> dict[str, Kernel]:
-        return {k.name: k for k in map(self._kernel, self.metadata["amdhsa.kernels"])}
-
     def _kernel(self, meta: dict[str, Any]) -> Kernel:
         at = self.symbols[meta[".symbol"]][0]
         lds, private, kernarg = struct.unpack_from("<III", self.image, at)
@@ -167,8 +175,13 @@ class CodeObject:
         rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", self.image, at + 44)
         name = meta[".name"]
         kernarg = max(kernarg, int(meta.get(".kernarg_segment_size", 0)))
-        size = self.symbols[name][1]
-        return Kernel(name, at + entry, size, lds, private, kernarg, rsrc1, rsrc2, rsrc3, properties, preload, meta)
+        start, size = at + entry, self.symbols[name][1]
+        if start < 0 or start + size > len(self.image):
+            raise CodeObjectError(f"a damaged code object: kernel {name} lies outside of what it loads")
+        args = tuple(
+            Argument(a[".offset"], a[".size"], a[".value_kind"], a.get(".name", "")) for a in meta.get(".args", [])
+        )
+        return Kernel(name, start, size, lds, private, kernarg, rsrc1, rsrc2, rsrc3, properties, preload, meta, args)
 
     def kernel(self, name: str | None = None) -> Kernel:
         if name is None and len(self.kernels) == 1:
