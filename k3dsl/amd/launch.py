@@ -66,6 +66,13 @@ class Runtime(Protocol):
         """Waits for the current stream."""
 
 
+def runtime_problems(runtime: Any) -> list[str]:
+    """Why this is no runtime; None stands for HIP."""
+    if runtime is None or hasattr(runtime, "target"):
+        return []
+    return [f"runtime={runtime!r} must be None for HIP, or what has the methods of k3dsl.amd.launch.Runtime"]
+
+
 class Arguments:
     """The argument block of one kernel, 64-byte aligned, and where each parameter stands in it."""
 

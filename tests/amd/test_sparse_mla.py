@@ -12,6 +12,7 @@ from k3dsl.amd.sparse_mla.key import RECORD, WAVE_BYTES
 from k3dsl.amd.toolchain import Compiler, compile_key
 from k3dsl.cache import CompileCache
 from k3dsl.errors import CacheMiss, CaptureError
+from k3dsl.reference.sparse_mla import sparse_mla64
 
 pytestmark = [
     pytest.mark.emulator,
@@ -51,6 +52,18 @@ def test_records_past_4_gib(cache: CompileCache) -> None:
     case = Case("huge", 16, (1, 64, 129), values="huge")
     made = make(case)
     assert made.indices.max() * RECORD > 1 << 32
+    run(case, made, cache)
+    check(case, made)
+
+
+def test_entries_past_the_end_of_the_index_list_are_slot_0(cache: CompileCache) -> None:
+    """What docs/sparse_mla.md says of an indptr that points there; no read leaves the array, which is all it has."""
+    case = Case("h12", 12, (40, 50), lse=True)
+    made = make(case)
+    made.kv[0] = made.kv[made.indices[0].long()]  # a record, not NaN
+    made.indptr[-1] += 70
+    missing = torch.zeros(70, dtype=torch.int32)
+    made.want = sparse_mla64(made.q, made.kv, made.indptr, torch.cat([made.indices, missing]), made.scale)
     run(case, made, cache)
     check(case, made)
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,9 @@ REFUSED = {
     "flag": ({"return_lse": 1}, "return_lse=1 must be a bool"),
     "text flag": ({"has_invalid": "no"}, "has_invalid='no' must be a bool"),
     "rank of tensors": ({"kv_lora_rank": torch.zeros(2)}, "kv_lora_rank=.* must be 512"),
+    "rank of an array": ({"kv_lora_rank": np.arange(3)}, r"kv_lora_rank=array\(.* must be 512"),
+    "scale of an array": ({"kv_scale": np.arange(3)}, r"kv_scale=array\(.* must be None"),
+    "no runtime": ({"runtime": 5}, "runtime=5 must be None for HIP, or what has the methods"),
     "sink": ({"attn_sink": torch.zeros(12)}, "attn_sink=a tensor must be None"),
     "scale": ({"kv_scale": 1.0}, "kv_scale=1.0 must be None"),
     "extra": ({"extra_kv": 1}, "extra_kv=1 must be None"),
@@ -133,6 +137,26 @@ def test_the_question_takes_the_arguments_of_the_call() -> None:
     assert not flydsl_sparse_mla_fp8ds_supported(*tensors, math.inf, runtime=given["runtime"])
 
 
+@pytest.mark.parametrize(
+    "scale", [0, 1, -0.05, 1e38, np.float64(0.07), np.float32(0.07), np.float16(0.07), np.int32(2)]
+)
+def test_scales_are_numbers_of_any_type(scale) -> None:
+    assert sparse_mla_problems(softmax_scale=scale, **arguments()) == []
+    PreparedSparseMla(4, scale)
+
+
+@pytest.mark.parametrize(
+    "scale", [math.nan, -math.inf, 1e300, 2.5e38, 10**400, True, "1", None, torch.tensor(1.0)], ids=range(9)
+)
+def test_scales_that_the_kernel_cannot_take(scale) -> None:
+    """It takes scale times log2(e), in float32."""
+    says = r"softmax_scale=.* must be a finite number, from -2\.3586\d*e\+38 to 2\.3586\d*e\+38"
+    with pytest.raises(ConfigError, match=says):
+        flydsl_sparse_mla_fp8ds_fwd(softmax_scale=scale, **arguments())
+    with pytest.raises(ConfigError, match=says):
+        PreparedSparseMla(4, scale)
+
+
 def test_every_reason_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
         flydsl_sparse_mla_fp8ds_fwd(
@@ -153,6 +177,19 @@ def test_without_a_runtime_the_tensors_must_be_on_a_gfx950_gpu() -> None:
     if torch.version.hip is None:
         with pytest.raises(ConfigError, match="must be a gfx950 GPU of torch with HIP"):
             flydsl_sparse_mla_fp8ds_warmup()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"heads": 5}, "heads=5 must be a tuple"),
+        ({"device": "foo"}, "device='foo' must be a device of torch: Expected one of cpu, cuda"),
+        ({"runtime": 5}, "runtime=5 must be None for HIP"),
+    ],
+)
+def test_a_warm_up_names_what_is_wrong(given, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        flydsl_sparse_mla_fp8ds_warmup(**given)
 
 
 def test_keys() -> None:
@@ -188,6 +225,8 @@ def test_a_prepared_layer_refuses_what_does_not_fit() -> None:
         PreparedSparseMla(12, math.inf)
     with pytest.raises(ConfigError, match="heads=0"):
         PreparedSparseMla(0, 1.0)
+    with pytest.raises(ConfigError, match="runtime=5 must be None for HIP"):
+        PreparedSparseMla(12, 1.0, runtime=5)  # type: ignore[arg-type]
     layer = PreparedSparseMla(12, 1.0, runtime=NoRuntime())  # type: ignore[arg-type]
     given = arguments()
     with pytest.raises(ConfigError, match=r"before prepare_cache"):

@@ -1,5 +1,6 @@
 """What is wrong with the arguments of sparse MLA, as sentences. Reads metadata only: a capture goes on."""
 
+from numbers import Number, Rational, Real
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,9 @@ MAX_TOKENS: Final = (2**32 - 1) // (WAVE * MAX_WAVES)
 #: Entries of an index list: their bytes must fit 31 bits.
 MOST_INDICES: Final = 1 << 29
 _INT32: Final = 1 << 31
+LOG2E: Final = 1.4426950408889634
+#: Largest softmax scale: the kernel takes it times log2(e), in fp32.
+MAX_SCALE: Final = torch.finfo(torch.float32).max / LOG2E
 #: What other sparse attention functions take and this one does not serve: each must be left at this value.
 UNSERVED: Final[dict[str, Any]] = {
     **dict.fromkeys(["kv_scale", "q_scale", "attn_sink", "kv_splits"]),
@@ -35,10 +39,24 @@ def option_problems(options: dict[str, Any]) -> list[str]:
         else:
             bad.append(f"{option} is no option: {', '.join([*UNSERVED, *(f'{p}*' for p in _UNSERVED_PREFIXES)])} are")
             continue
-        if isinstance(value, Tensor) or (value is not allowed and value != allowed):
+        if not _same(value, allowed):
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             bad.append(f"{option}={shown} must be {allowed!r}: sparse MLA on gfx950 does not serve it")
     return bad
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Whether `value` is this plain value. Tensors and arrays are none, and are not compared."""
+    return value is allowed or (isinstance(value, Number | str) and value == allowed)
+
+
+def scale_problems(scale: Any) -> list[str]:
+    """Why this is no softmax scale: a number whose product with log2(e) float32 holds."""
+    if isinstance(scale, Real) and not isinstance(scale, bool):
+        number = scale if isinstance(scale, Rational) else float(scale)  # integers may be past float's range
+        if -MAX_SCALE <= number <= MAX_SCALE:
+            return []
+    return [f"softmax_scale={scale!r} must be a finite number, from {-MAX_SCALE} to {MAX_SCALE}"]
 
 
 def query_problems(q: Any, heads: int | None = None) -> list[str]:
@@ -174,7 +192,7 @@ def problems(
     """Everything that keeps these from being a launch, the device aside; [] if nothing does."""
     bad = option_problems(options or {})
     for what, value, want in (("kv_lora_rank", kv_lora_rank, LATENT), ("qk_rope_head_dim", qk_rope_head_dim, ROPE)):
-        if isinstance(value, Tensor) or value != want:
+        if not _same(value, want):
             bad.append(f"{what}={value!r} must be {want}")
     wrong = query_problems(q)
     bad += wrong

@@ -1,6 +1,5 @@
 """The host side of sparse MLA on gfx950: the functions that engines call, and the prepared object."""
 
-import math
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -9,8 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from k3dsl.amd.checks import each
 from k3dsl.amd.device import TARGETS
-from k3dsl.amd.launch import Executable, Launch, LaunchPlan, Runtime
+from k3dsl.amd.launch import Executable, Launch, LaunchPlan, Runtime, runtime_problems
 from k3dsl.amd.sparse_mla import checks
 from k3dsl.amd.sparse_mla.key import (
     LATENT,
@@ -25,13 +25,13 @@ from k3dsl.amd.sparse_mla.key import (
     waves,
 )
 from k3dsl.capture import guard
+from k3dsl.checks import require
 from k3dsl.errors import ConfigError, K3Error
 
 if TYPE_CHECKING:
     from k3dsl.cache import CompileCache
 
 TARGET: Final = "gfx950"
-LOG2E: Final = 1.4426950408889634
 #: Layouts of step tensors that a layer remembers as checked.
 _MOST_LAYOUTS: Final = 4096
 
@@ -66,7 +66,7 @@ class Launcher:
             slots["lse"].value = (out if lse is None else lse).data_ptr()
             slots["q_stride0"].value, slots["q_stride1"].value = q.stride(0), q.stride(1)
             slots["out_stride0"].value, slots["out_stride1"].value = out.stride(0), out.stride(1)
-            slots["scale"].value = scale * LOG2E
+            slots["scale"].value = scale * checks.LOG2E
             slots["index_bytes"].value = 4 * indices.shape[0]
             slots["waves"].value = per
             self._plan.launch_as(_geometry(tokens, per), self.runtime.stream())
@@ -107,6 +107,13 @@ def _runtime_problem(q: Tensor) -> str | None:
     return None
 
 
+def _device(device: Any, default: str) -> torch.device:
+    try:
+        return torch.device(default if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} must be a device of torch: {error}") from None
+
+
 def _hip(device: torch.device) -> Runtime:
     from k3dsl.amd.hip import runtime
 
@@ -139,11 +146,11 @@ def sparse_mla_problems(
         out=out,
         options=options,
     )
+    bad += runtime_problems(runtime)
     if runtime is None and isinstance(q, Tensor):
         where = _runtime_problem(q)
         bad = [where, *bad] if where else bad
-    if type(softmax_scale) not in (float, int) or not math.isfinite(softmax_scale):
-        bad.append(f"softmax_scale={softmax_scale!r} must be a finite number")
+    bad += checks.scale_problems(softmax_scale)
     flags = {"has_invalid": has_invalid, "return_lse": return_lse}
     return bad + [f"{what}={value!r} must be a bool" for what, value in flags.items() if type(value) is not bool]
 
@@ -230,14 +237,13 @@ def flydsl_sparse_mla_fp8ds_warmup(
     count or a device that is not served, CaptureError inside a capture.
     """
     guard("flydsl_sparse_mla_fp8ds_warmup()")
-    keys = warm_keys(tuple(heads))
+    keys = warm_keys(*each(heads=heads))
+    require("sparse MLA", runtime_problems(runtime))
+    where = _device(device, "cuda" if runtime is None else "cpu")
     if runtime is None:
-        where = torch.device("cuda" if device is None else device)
         if where.type != "cuda" or torch.version.hip is None:
             raise ConfigError(f"device={str(where)!r} must be a gfx950 GPU of torch with HIP")
         runtime = _hip(where)
-    else:
-        where = torch.device("cpu" if device is None else device)
     add = getattr(getattr(runtime, "memory", None), "add", lambda tensor: tensor)  # an emulator wants to know
     record = add(torch.zeros(1, RECORD, dtype=torch.uint8, device=where))
     q = add(torch.zeros(1, MAX_HEADS, QK, dtype=torch.bfloat16, device=where))
@@ -256,7 +262,7 @@ class PreparedSparseMla:
     """Sparse MLA of one layer with everything decided: `prepare_cache` once a cache, then `run` once a step.
 
     heads, has_invalid, return_lse  what the kernel is built for
-    softmax_scale                   finite
+    softmax_scale                   a finite number
     cache, runtime                  where kernels come from (the user's CompileCache) and where they run (HIP)
 
     A step may have any number of tokens: the kernel is the same. Raises ConfigError with every problem, CaptureError
@@ -275,8 +281,7 @@ class PreparedSparseMla:
     ) -> None:
         guard("preparing sparse MLA")
         self.key = SparseMlaKey(heads, has_invalid, return_lse)
-        if type(softmax_scale) not in (float, int) or not math.isfinite(softmax_scale):
-            raise ConfigError(f"softmax_scale={softmax_scale!r} must be a finite number")
+        require("PreparedSparseMla", checks.scale_problems(softmax_scale) + runtime_problems(runtime))
         self._scale = float(softmax_scale)
         self._store, self._runtime = cache, runtime
         self._kv: Tensor | None = None
