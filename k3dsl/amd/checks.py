@@ -215,13 +215,13 @@ def _blocks_problems(key: "MlaPreBuild", blocks: Any, device: torch.device) -> l
 
 
 def _w_k_problems(key: "MlaPreBuild", w_k: Any, scale: Any, device: torch.device) -> list[str]:
-    """w_k, and the scales that MXFP4 weights have. Strides are free, in multiples of what one load takes."""
+    """w_k, and the scales that MXFP4 weights have. Strides are free: w_k is loaded by dwords, its scales by bytes."""
     four = key.w_uk == "mxfp4"
     dtype, shape = (torch.uint8, (HEADS, KV_LORA, NOPE // 2)) if four else (torch.bfloat16, (HEADS, NOPE, KV_LORA))
-    bad = _free("w_k", w_k, dtype, shape, device, fixed=(2,))
+    bad = _free("w_k", w_k, dtype, shape, device, fixed=(2,), step=4)
     if not four:
         return bad + ([] if scale is None else ["w_k_scale is given, must be None for w_uk='bf16'"])
-    return bad + _free("w_k_scale", scale, torch.uint8, (HEADS, KV_LORA, NOPE // 32), device, fixed=(), step=1, align=4)
+    return bad + _free("w_k_scale", scale, torch.uint8, (HEADS, KV_LORA, NOPE // 32), device, fixed=(), step=1)
 
 
 def _free(
@@ -232,8 +232,7 @@ def _free(
     device: torch.device,
     *,
     fixed: tuple[int, ...],
-    step: int = 16,
-    align: int = 16,
+    step: int,
 ) -> list[str]:
     if not isinstance(value, Tensor):
         return [f"{what} is {type(value).__name__}, must be a tensor of {name(dtype)} {list(shape)}"]
@@ -254,7 +253,7 @@ def _free(
     span = (sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True)) + 1) * value.element_size()
     if span >= _INT32:
         bad.append(f"{what} spans {span} bytes, must span fewer than 2^31")
-    return bad + _aligned(what, value, align)
+    return bad + _aligned(what, value, 4)
 
 
 def _buffer_problems(key: "MlaPreBuild", given: dict[str, Any], device: torch.device) -> list[str]:

@@ -54,6 +54,19 @@ def test_every_stage(fields: dict[str, Any], schedule: dict[str, Any], slots: li
     assert not result.reports
 
 
+@pytest.mark.parametrize("w_uk", ["mxfp4", "bf16"])
+def test_w_uk_may_lie_at_any_dword(w_uk: str) -> None:
+    key, w = MlaPreBuild(tokens=2, w_uk=w_uk), weights()
+    name = "w_k" if w_uk == "mxfp4" else "w_uk_t"
+    own = getattr(w, name)
+    shifted = torch.zeros(*own.shape[:2], own.shape[2] + 4 // own.element_size(), dtype=own.dtype)
+    shifted = shifted[..., -own.shape[2] :].copy_(own)  # rows 4 bytes apart from the last, the first at 4
+    rank = device.Rank(key, dataclasses.replace(w, **{name: shifted}), device.inputs(key, 3))
+    result = device.launch([rank], 3, 5, compiled(key))
+    device.check(rank)
+    assert not result.reports
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_any_build_under_any_schedule(seed: int, request: pytest.FixtureRequest) -> None:
     """Random keys, slots, tags, schedules and norms; 10 s a case, so only with --mla-pre-sweep."""

@@ -47,7 +47,7 @@ def test_what_strides_may_be() -> None:
     """Interleaved caches, wide residual stacks, a stock w_k and one that is its own."""
     cache = bytes_(4, 5, 16, 640)[:, 2, :, :576]
     blocks = bf16(9, 4, 7168).transpose(0, 1)
-    for w_k in (bytes_(512, 12, 64).transpose(0, 1), bytes_(12, 512, 64), bytes_(12, 512, 80)[..., :64]):
+    for w_k in (bytes_(512, 12, 64).transpose(0, 1), bytes_(12, 512, 64), bytes_(12, 512, 68)[..., 4:]):
         assert launch_problems(KEY, **good(kv_cache=cache, blocks=blocks, w_k=w_k)) == []
     scale = bytes_(4, 12, 512).permute(1, 2, 0)
     assert launch_problems(KEY, **good(w_k_scale=scale)) == []
@@ -87,10 +87,10 @@ WRONG: list[tuple[str, Callable[[], Any], str]] = [
     ("w_k", lambda: bytes_(12, 512, 128)[..., ::2], "w_k has strides .*axis 2 must have 1"),
     (
         "w_k",
-        lambda: bytes_(12, 512, 68)[..., :64],
-        r"w_k has a stride\(1\) of 68 bytes, must be a positive multiple of 16",
+        lambda: bytes_(12, 512, 66)[..., :64],
+        r"w_k has a stride\(1\) of 66 bytes, must be a positive multiple of 4",
     ),
-    ("w_k", lambda: bytes_(12 * 512 * 64 + 4)[4:].view(12, 512, 64), "w_k starts at .*, must be 16-byte aligned"),
+    ("w_k", lambda: bytes_(12 * 512 * 64 + 2)[2:].view(12, 512, 64), "w_k starts at .*, must be 4-byte aligned"),
     ("w_k", lambda: bf16(12, 512, 64), "w_k is bfloat16, must be uint8"),
     ("w_k_scale", lambda: bytes_(12, 512, 1).expand(12, 512, 4), r"w_k_scale has a stride\(2\) of 0 bytes"),
     ("w_k_scale", lambda: bytes_(12 * 512 * 4 + 2)[2:].view(12, 512, 4), "w_k_scale starts at .*, must be 4-byte"),
