@@ -79,9 +79,15 @@ def decode_health(health: Any) -> Health:
     """Decodes a rank's health words: int32 [2056], a tensor on any device (it is copied to the host) or a sequence.
 
     Records come in the order of their clocks, which wrap after 21 s: the largest gap is taken to lie before the first.
-    Raises ConfigError for another number of words.
+    Raises ConfigError for another number of words, or what is none.
     """
-    words = health.detach().cpu().flatten().tolist() if hasattr(health, "detach") else [int(w) for w in health]
+    given = health.detach().cpu().flatten().tolist() if hasattr(health, "detach") else health
+    try:
+        words = [int(w) for w in given]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"health is {type(health).__name__}, must be a tensor or a sequence of {HEALTH_WORDS} int32 words: {error}"
+        ) from None
     if len(words) != HEALTH_WORDS:
         raise ConfigError(
             f"health has {len(words)} words, must have {HEALTH_WORDS}: a header and {GRID} records of {RECORD}"

@@ -30,6 +30,14 @@ def test_a_sound_rank() -> None:
     assert decode_health([0] * HEALTH_WORDS) == health
 
 
+@pytest.mark.parametrize("given", [None, 5, "words", [None] * HEALTH_WORDS])
+def test_what_is_no_health(given: object) -> None:
+    with pytest.raises(
+        ConfigError, match=f"health is .*, must be a tensor or a sequence of {HEALTH_WORDS} int32 words"
+    ):
+        decode_health(given)
+
+
 def test_records_come_in_the_order_of_their_clocks() -> None:
     late, early = (200, "qg", 17, 2 * 256 + 4, 256 + 4, 900), (3, "part", 5, 2 * 256 + 4, 0, 400)
     health = decode_health(words(late, early))
