@@ -11,6 +11,7 @@ from k3dsl.amd.aiter import AiterDecode
 from k3dsl.amd.aiter import present as aiter_present
 from k3dsl.amd.checks import cache_problems, each, launch_problems, require_numbers
 from k3dsl.amd.decode import Decode, GatedValue, GroupCombine, ReferenceDecode
+from k3dsl.amd.launch import runtime_problems
 from k3dsl.amd.layer import builds
 from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MlaPreBuild
 from k3dsl.amd.rank import MlaPreRank
@@ -77,6 +78,7 @@ class PreparedMlaPre:
         device = attention.W_UK_T.device
         batches, queries, nblocks, deltas = each(batches=batches, queries=queries, nblocks=nblocks, deltas=deltas)
         require_numbers(batches, queries, nblocks, deltas, max_context, page_size)
+        require("PreparedMlaPre", runtime_problems(runtime))
         self.shapes = tuple(dict.fromkeys((b, q) for q in queries for b in batches if b % q == 0))
         self.rank = rank if rank is not None else MlaPreRank(batches, device=device, w_uk=w_uk)
         _require_rank(self.rank, batches, w_uk, device, combine)
@@ -197,11 +199,15 @@ class PreparedMlaPre:
             if (
                 seen not in self._layouts
                 or (first | second | third) & 15
+                or first in (second, third)  # a layout says nothing of what shares memory: at least the same tensor
                 or (cache is not self._kv() and place(cache) != self._place)
             ):
                 self._admit(seen, key, prefix, delta, blocks, cache, slots)
-        except (AttributeError, IndexError):
-            require("run", tensor_problems({"delta": delta}, prefix=prefix, blocks=blocks, cache=cache, slots=slots))
+        except (AttributeError, IndexError, TypeError):
+            bad = tensor_problems({"delta": delta}, prefix=prefix, blocks=blocks, cache=cache, slots=slots)
+            if type(nblocks) not in (int, type(None)):
+                bad.append(f"nblocks={nblocks!r} must be an int, or None for all of blocks")
+            require("run", bad)
             raise
         rank = self.rank
         if rank.per_run:

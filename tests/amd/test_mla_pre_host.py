@@ -9,6 +9,7 @@ from mla_pre_cases import aligned, launch_arguments, meta_weights
 
 from k3dsl.amd.checks import launch_problems, require_launch
 from k3dsl.amd.mla_pre.key import MlaPreBuild, peer_bytes, peer_pairs, q_heads, scratch_bytes
+from k3dsl.amd.mla_pre.launch import mla_pre
 from k3dsl.errors import ConfigError
 
 KEY = MlaPreBuild(tokens=4, nblocks=3)
@@ -130,6 +131,11 @@ def test_each_rule_is_one_sentence(what: str, value: Callable[[], Any], says: st
     assert len(found) == 1, found
     with pytest.raises(ConfigError, match=says):
         require_launch(KEY, **good(**{what: value()}))
+
+
+def test_a_launch_needs_a_runtime() -> None:
+    with pytest.raises(ConfigError, match="runtime=5 must be None for HIP, or what has the methods"):
+        mla_pre(KEY, **good(), runtime=5)  # type: ignore[arg-type]
 
 
 def test_every_problem_is_in_one_error() -> None:

@@ -103,6 +103,11 @@ def test_a_step_is_the_oracles_parts_in_order(weights: MlaPreWeights, rows: int,
     assert int(layer.rank.epoch) == 2
 
 
+def test_a_runtime_is_one(weights: MlaPreWeights) -> None:
+    with pytest.raises(ConfigError, match="runtime=5 must be None for HIP, or what has the methods"):
+        PreparedMlaPre(weights, batches=(2,), runtime=5)  # type: ignore[arg-type]
+
+
 def test_what_was_not_prepared_is_named(weights: MlaPreWeights) -> None:
     layer = PreparedMlaPre(weights, batches=(2, 4), queries=(1, 2), nblocks=(1, 2))
     assert layer.shapes == ((2, 1), (4, 1), (2, 2), (4, 2))
@@ -113,12 +118,29 @@ def test_what_was_not_prepared_is_named(weights: MlaPreWeights) -> None:
     layer.prepare_cache(cache)
     with pytest.raises(NotPrepared, match=r"nblocks=3, delta=True is not prepared.*nblocks=\(..., 3\)"):
         layer.run(out=out, cache=cache, **step(2, 3), **meta)
+    with pytest.raises(ConfigError, match=r"nblocks=\[1\] must be an int, or None for all of blocks"):
+        layer.run(out=out, cache=cache, nblocks=[1], **step(2, 1), **meta)  # type: ignore[arg-type]
     with pytest.raises(NotPrepared, match=r"deltas=\(..., False\)"):
         layer.run(out=out, cache=cache, **(step(2, 1) | {"delta": None}), **meta)
     with pytest.raises(NotPrepared, match=r"\(rows, q\)=\(3, 1\) is not prepared"):
         layer.run(out=out, cache=cache, **step(3, 1), **requests(3, 1, [1, 2, 3]))
     with pytest.raises(NotPrepared, match=r"\(rows, q\)=\(2, 4\) is not prepared"):
         layer.attend(out, cache=cache, block_table=meta["block_table"], lengths=meta["lengths"], rows=2, q=4)
+
+
+def test_a_known_layout_does_not_let_the_prefix_in_twice(weights: MlaPreWeights) -> None:
+    layer = PreparedMlaPre(weights, batches=(2,), nblocks=(1,))
+    cache, meta = cache_with_history(), requests(2, 1, [3, 4])
+    layer.prepare_cache(cache)
+    out = torch.zeros(2, 1536, dtype=torch.bfloat16)
+    layer.run(out=out, cache=cache, **step(2, 1), **meta)
+    given = step(2, 1, seed=1)
+    prefix, before, epoch = given["prefix"], given["prefix"].clone(), int(layer.rank.epoch)
+    for what, same in (("delta", prefix), ("blocks", prefix[:, None])):
+        with pytest.raises(ConfigError, match=f"prefix and {what} overlap in memory"):
+            layer.run(out=out, cache=cache, **(given | {what: same}), **meta)
+    assert torch.equal(prefix, before)
+    assert int(layer.rank.epoch) == epoch
 
 
 def test_bad_tensors_are_refused_before_anything_is_written(weights: MlaPreWeights) -> None:

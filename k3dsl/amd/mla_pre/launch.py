@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from k3dsl.amd.checks import require_launch
-from k3dsl.amd.launch import Executable, Launch, LaunchPlan, Runtime
+from k3dsl.amd.launch import Executable, Launch, LaunchPlan, Runtime, runtime_problems
 from k3dsl.amd.mla_pre import contract
 from k3dsl.amd.mla_pre.key import GRID, THREADS, MlaPreBuild
 from k3dsl.capture import guard
+from k3dsl.checks import require
 from k3dsl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def mla_pre(
         "tl": tl,
     }
     require_launch(key, **given)
+    require("mla_pre", runtime_problems(runtime))
     if runtime is None:
         if prefix.device.type != "cuda":
             raise ConfigError(
