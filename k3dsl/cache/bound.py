@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from k3dsl.cache.store import MANIFEST, QUARANTINE, Folder, Place, allocated, delete
+from k3dsl.cache.store import MANIFEST, QUARANTINE, Folder, OnError, Place, allocated, delete
 from k3dsl.cache.trust import modes_like
 
 PINS: Final = "pins"
@@ -54,10 +54,10 @@ class Usage(NamedTuple):
     used: int
 
 
-def usage(folder: Folder) -> list[Usage]:
-    """Every entry, least recently used first."""
+def usage(folder: Folder, onerror: OnError) -> list[Usage]:
+    """Every entry, least recently used first. What cannot be listed is told to `onerror`."""
     found = []
-    for place in folder.places():
+    for place in folder.places(onerror=onerror):
         with contextlib.suppress(OSError):
             status = os.stat(place.path)
             with contextlib.suppress(FileNotFoundError):
@@ -66,10 +66,10 @@ def usage(folder: Folder) -> list[Usage]:
     return sorted(found, key=lambda item: (item.used, item.place.digest))
 
 
-def quarantine_usage(folder: Folder) -> list[Usage]:
-    """What is in quarantine, oldest first."""
+def quarantine_usage(folder: Folder, onerror: OnError) -> list[Usage]:
+    """What is in quarantine, oldest first. What cannot be listed is told to `onerror`."""
     found = []
-    for path in folder.quarantined():
+    for path in folder.quarantined(onerror=onerror):
         with contextlib.suppress(OSError):
             digest = os.path.basename(path).partition(".")[0]
             used = os.stat(path, follow_symlinks=False).st_ctime_ns
@@ -84,10 +84,11 @@ def prune(
     older_than: float | None = None,
     exempt: Collection[str] = (),
     dry_run: bool = False,
+    onerror: OnError,
 ) -> PruneReport:
     """Removes entries that were not used for `older_than` seconds, then the oldest until `max_bytes` are kept."""
     now = time.time_ns()
-    rejected, entries = quarantine_usage(folder), usage(folder)
+    rejected, entries = quarantine_usage(folder, onerror), usage(folder, onerror)
     total = sum(item.bytes for item in (*rejected, *entries))
     removed: list[Removed] = []
     failed: list[Failure] = []

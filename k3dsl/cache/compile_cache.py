@@ -271,7 +271,10 @@ class CompileCache:
         if self.max_bytes is None:
             return
         if self._usage is None or self._usage + added > self.max_bytes:
-            self._usage = self.prune().kept_bytes
+            try:
+                self._usage = self.prune().kept_bytes
+            except OSError as error:  # what was built is built and stored, whatever becomes of the bound
+                self._notices.say("prune_failed", f"{self.root} may outgrow its bound: {error}")
         else:
             self._usage += added
 
@@ -287,7 +290,7 @@ class CompileCache:
         """Every sound entry of the folder, then of the folder layers; payloads are read and checked on first use."""
         from k3dsl.cache import explain
 
-        return explain.entries_of(self.folders())
+        return explain.entries_of(self)
 
     def pin(self, keys: Iterable[CompileKey | str]) -> None:
         """Keeps `keys` (or digests) from eviction, also those that are yet to be built. Pins outlive the process."""
@@ -323,7 +326,9 @@ class CompileCache:
             folder.sweep()
             stamp(self._memory.used)
         exempt = alive | bound.pinned(folder) | session.in_use(str(folder.root))
-        report = bound.prune(folder, max_bytes=limit, older_than=older_than, exempt=exempt, dry_run=dry_run)
+        report = bound.prune(
+            folder, max_bytes=limit, older_than=older_than, exempt=exempt, dry_run=dry_run, onerror=self.unreadable
+        )
         if not dry_run:
             self._counts.add("evicted", sum(item.target != bound.QUARANTINE for item in report.removed))
             self._session.flush()
@@ -416,6 +421,10 @@ class CompileCache:
     def sound(self, key: CompileKey) -> bool:
         """Whether the folder holds `key`, payload and all; a corrupt entry is quarantined."""
         return self._home.folder is not None and self._load(self._home.folder, key) is not None
+
+    def unreadable(self, error: OSError) -> None:
+        """Says that entries cannot be listed: those are neither counted nor shown nor evicted."""
+        self._notices.say("unreadable", f"entries in {error.filename} are passed over: {error.strerror or error}")
 
     def imported(self, count: int) -> None:
         """Counts entries that a bundle brought, and keeps the bound."""

@@ -149,7 +149,12 @@ def _locks(root: Path) -> Finding:
 
 
 def _contents(cache: "CompileCache") -> Finding:
-    stats = cache.stats()
+    try:
+        stats = cache.stats()
+    except OSError as error:
+        return Finding("cache entries", "bad", f"cannot be read: {error}", "chown it, or set K3DSL_CACHE_DIR")
+    if "unreadable" in stats["degraded"]:
+        return Finding("cache entries", "bad", stats["degraded"]["unreadable"], "chown it, or set K3DSL_CACHE_DIR")
     text = f"{stats['entries']} entries, {_size(stats['bytes'])}"
     if cache.max_bytes is not None:
         text += f" of {_size(cache.max_bytes)}"

@@ -76,21 +76,20 @@ def explain(cache: "CompileCache", key: CompileKey, *, in_memory: bool) -> Expla
     for folder in folders:
         if folder.has(key):
             return Explanation(key, True, folder.name, notes=notes)
-    found, differences = nearest(key, entries_of(folders))
+    found, differences = nearest(key, entries_of(cache))
     return Explanation(key, False, None, found, differences, notes)
 
 
-def entries_of(folders: Iterable[Folder]) -> Iterator[Entry]:
+def entries_of(cache: "CompileCache") -> Iterator[Entry]:
     """Every entry whose manifest is sound; of two of one key, the first."""
     seen: set[str] = set()
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            for place in folder.places():
-                if place.digest in seen:
-                    continue
-                with contextlib.suppress(CorruptError, UntrustedError, OSError):
-                    yield folder.open(place)
-                    seen.add(place.digest)
+    for folder in cache.folders():
+        for place in folder.places(onerror=cache.unreadable):
+            if place.digest in seen:
+                continue
+            with contextlib.suppress(CorruptError, UntrustedError, OSError):
+                yield folder.open(place)
+                seen.add(place.digest)
 
 
 def nearest(key: CompileKey, entries: Iterable[Entry]) -> tuple[Entry | None, list[Difference]]:

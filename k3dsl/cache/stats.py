@@ -49,8 +49,8 @@ def collect(cache: "CompileCache", own: Counter[str], pending: Counter[str]) -> 
     """The work of `CompileCache.stats`; `own` are the counts of the cache, `pending` those that no file has."""
     folder = cache.folder
     counts = (session.totals(str(folder.root)) if folder is not None else Counter[str]()) + pending
-    items = bound.usage(folder) if folder is not None else []
-    rejected = bound.quarantine_usage(folder) if folder is not None else []
+    items = bound.usage(folder, cache.unreadable) if folder is not None else []
+    rejected = bound.quarantine_usage(folder, cache.unreadable) if folder is not None else []
     return Stats(
         {name: counts.get(name, 0) for name in COUNTERS},
         session={name: own.get(name, 0) for name in COUNTERS},

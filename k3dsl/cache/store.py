@@ -11,9 +11,9 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from k3dsl.cache.entry import MANIFEST, MANIFEST_LIMIT, PAYLOAD_LIMIT, SCHEMA, CorruptError, Entry, Manifest
 from k3dsl.cache.key import CompileKey, is_digest
@@ -31,6 +31,8 @@ _TEMP_SECONDS: Final = 60.0
 _TEMP_SECONDS_UNLOCKED: Final = 86400.0
 #: Filesystems that cannot fsync a folder say so with one of these.
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+#: What is told of a folder that cannot be listed, before the walk goes on without it.
+OnError: TypeAlias = Callable[[OSError], object]
 
 
 class Place(NamedTuple):
@@ -181,11 +183,14 @@ class Folder:
         os.chmod(path, mode)
         _sync_folder(parent)
 
-    def places(self, target: str | None = None) -> Iterator[Place]:
-        """Every entry that stands here, in the order of target and digest. Raises OSError but for an absent folder."""
-        for name in [target] if target else _listing(self._entries):
-            for shard in _listing(f"{self._entries}/{name}"):
-                for digest in _listing(f"{self._entries}/{name}/{shard}"):
+    def places(self, target: str | None = None, *, onerror: OnError | None = None) -> Iterator[Place]:
+        """Every entry that stands here, in the order of target and digest.
+
+        A folder that cannot be listed raises OSError; with `onerror` it is told that and the walk goes on, as os.walk.
+        """
+        for name in [target] if target else _listing(self._entries, onerror):
+            for shard in _listing(f"{self._entries}/{name}", onerror):
+                for digest in _listing(f"{self._entries}/{name}/{shard}", onerror):
                     if is_digest(digest) and digest[:2] == shard:
                         yield Place(name, digest, f"{self._entries}/{name}/{shard}/{digest}")
 
@@ -208,9 +213,10 @@ class Folder:
             self._make_folders(f"{self.root}/{QUARANTINE}", mode)
             kept = f"{self.root}/{QUARANTINE}/{os.path.basename(path)}.{unique()}"
             os.rename(path, kept)
+            moved = os.stat(kept, follow_symlinks=False).st_ino
         except OSError:
             return None
-        if os.stat(kept, follow_symlinks=False).st_ino != before:
+        if moved != before:
             # Another process has quarantined the bad one and published a sound one between our two steps.
             with contextlib.suppress(OSError):
                 os.rename(kept, path)
@@ -222,26 +228,29 @@ class Folder:
                 delete(old)
         return kept
 
-    def quarantined(self) -> list[str]:
-        """What is in quarantine, oldest first."""
+    def quarantined(self, *, onerror: OnError | None = None) -> list[str]:
+        """What is in quarantine, oldest first. Raises OSError as `places` does."""
         folder = f"{self.root}/{QUARANTINE}"
-        paths = [f"{folder}/{name}" for name in _listing(folder)]
-        return sorted(paths, key=lambda path: (os.stat(path, follow_symlinks=False).st_ctime_ns, path))
+        found = []
+        for name in _listing(folder, onerror):
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                found.append((os.stat(f"{folder}/{name}", follow_symlinks=False).st_ctime_ns, f"{folder}/{name}"))
+        return [path for _, path in sorted(found)]
 
     def empty_quarantine(self) -> None:
         """Deletes what is in quarantine. Raises OSError."""
         for path in self.quarantined():
-            delete(path)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                delete(path)
 
     def sweep(self) -> int:
         """Removes what killed writers left: temporary folders that nobody holds. Their number. Never raises."""
         removed = 0
-        with contextlib.suppress(OSError):
-            for target in _listing(self._entries):
-                for shard in _listing(f"{self._entries}/{target}"):
-                    for name in _listing(f"{self._entries}/{target}/{shard}"):
-                        if _TEMP.fullmatch(name):
-                            removed += _sweep_one(f"{self._entries}/{target}/{shard}/{name}")
+        for target in _listing(self._entries, _ignore):
+            for shard in _listing(f"{self._entries}/{target}", _ignore):
+                for name in _listing(f"{self._entries}/{target}/{shard}", _ignore):
+                    if _TEMP.fullmatch(name):
+                        removed += _sweep_one(f"{self._entries}/{target}/{shard}/{name}")
         return removed
 
 
@@ -276,11 +285,20 @@ def allocated(path: str) -> int:
     return total
 
 
-def _listing(path: str) -> list[str]:
+def _listing(path: str, onerror: OnError | None = None) -> list[str]:
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        if onerror is None:
+            raise
+        onerror(error)
+        return []
+
+
+def _ignore(error: OSError) -> None:
+    """An `onerror` for what may be left undone."""
 
 
 def _same_folder(descriptor: int, path: str) -> bool:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from cache_tools import Builder, files_under, make_key, payload_of
 
-from k3dsl.cache import CompileCache
+from k3dsl.cache import CompileCache, bound
+from k3dsl.cache.doctor import findings
 
 Fresh = Callable[..., CompileCache]
 
@@ -115,3 +117,80 @@ def test_reading_that_fails_is_a_miss(
     assert (reader.stats()["read_failed"], reader.stats()["corrupt"]) == (1, 0)
     assert len(warnings(caplog)) == 1
     assert fresh().get(key) is not None
+
+
+def close_listing(patch: pytest.MonkeyPatch, path: Path, *, ghost: str | None = None) -> None:
+    """Makes `path` a folder that cannot be listed, or one whose listing has a `ghost` that is gone by now."""
+    real = os.listdir
+
+    def listdir(where: str) -> list[str]:
+        if str(where) != str(path):
+            return real(where)
+        if ghost is None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(where))
+        return [*real(where), ghost]
+
+    patch.setattr(os, "listdir", listdir)
+
+
+def test_a_folder_that_cannot_be_listed_costs_its_own_entries(
+    root: Path, fresh: Fresh, build: Builder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lesson 1: keeping the bound and counting never fail a finished build, and never hide the other entries."""
+    keys = [make_key(n) for n in range(4)]
+    shards = [Path(str(CompileCache(root).get_or_build(key, build).path)).parent for key in keys]
+    close_listing(monkeypatch, shards[0])
+    cache = fresh(max_bytes=10**9)
+    assert cache.get_or_build(make_key(9), build).path is not None
+    shown = {entry.digest for entry in cache.entries()}
+    assert shown == {key.digest for key in (*keys, make_key(9)) if key.digest[:2] != shards[0].name}
+    assert cache.stats()["entries"] == len(shown)
+    assert cache.prune(0).failed == []
+    assert "Permission denied" in cache.degraded["unreadable"]
+    assert len(warnings(caplog)) == 1
+    [entries] = [item for item in findings(cache) if item.name == "cache entries"]
+    assert (entries.status, str(shards[0]) in entries.found) == ("bad", True)
+
+
+def test_two_quarantine_at_once(root: Path, fresh: Fresh, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 1: what another process takes out of quarantine meanwhile is no fault of a build."""
+    path = fresh().get_or_build(make_key(), build).path
+    os.truncate(f"{path}/kernel.cubin", 3)
+    close_listing(monkeypatch, root / "quarantine", ghost="gone")
+    cache = fresh(max_bytes=10**9)
+    assert cache.get_or_build(make_key(), build).path is not None
+    assert cache.stats()["quarantined"] == 1
+    assert cache.prune(0).failed == []
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        real(source, target)
+        if f"{root}/quarantine/" in target:
+            shutil.rmtree(target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    path = fresh().get_or_build(make_key(), build).path
+    os.truncate(f"{path}/kernel.cubin", 3)
+    assert fresh().get_or_build(make_key(), build).payload == payload_of(make_key())
+
+
+def test_a_bound_that_cannot_be_kept_costs_a_warning(
+    root: Path, build: Builder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lesson 1."""
+    monkeypatch.setattr(
+        bound, "prune", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+    )
+    cache = CompileCache(root, max_bytes=0)
+    for n in range(2):
+        assert cache.get_or_build(make_key(n), build).path is not None
+    assert len(warnings(caplog)) == 1
+    assert "may outgrow its bound" in cache.degraded["prune_failed"]
+
+
+def test_figures_that_cannot_be_had_are_a_finding(root: Path, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompileCache(root)
+    cache.get_or_build(make_key(), build)
+    monkeypatch.setattr(cache, "stats", lambda: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    [entries] = [item for item in findings(cache) if item.name == "cache entries"]
+    assert (entries.status, "Input/output error" in entries.found) == ("bad", True)
