@@ -102,11 +102,7 @@ def export(
     """The work of `CompileCache.export`."""
     wanted = None if keys is None else {key.digest if isinstance(key, CompileKey) else key for key in keys}
     targets = _targets(target)
-    entries = [
-        entry
-        for entry in cache.entries()
-        if (wanted is None or entry.digest in wanted) and (targets is None or entry.key.target in targets)
-    ]
+    entries = _chosen(cache, wanted, targets)
     missing = (wanted or set()) - {entry.digest for entry in entries}
     if missing:
         raise CacheMiss(f"not in the cache, so not in a bundle: {', '.join(sorted(short(item) for item in missing))}")
@@ -132,6 +128,28 @@ def export(
             os.unlink(temp)
         raise
     return ExportReport(final, len(entries), size, digest, sorted({entry.key.target for entry in entries}))
+
+
+def _chosen(cache: "CompileCache", wanted: set[str] | None, targets: tuple[str, ...] | None) -> list[Entry]:
+    """The entries to export, each read and checked: a bundle that lacks what is damaged would look like a whole one."""
+    found: dict[str, Entry] = {}
+    for folder in cache.folders():
+        for place in folder.places():
+            if place.digest in found or (wanted is not None and place.digest not in wanted):
+                continue
+            if targets is not None and place.target not in targets:
+                continue
+            try:
+                entry = folder.open(place)
+                entry.payload  # noqa: B018 - reads and checks it
+            except FileNotFoundError:
+                continue  # another process has just evicted it
+            except (CorruptError, UntrustedError) as error:
+                raise type(error)(
+                    f"not exported, as {place.path} is not sound: {error}; see k3dsl cache verify"
+                ) from None
+            found[place.digest] = entry
+    return list(found.values())
 
 
 def import_bundle(

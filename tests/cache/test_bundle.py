@@ -21,6 +21,7 @@ from k3dsl.cache.entry import Manifest
 from k3dsl.cache.host import cannot_run, host_isa
 from k3dsl.cache.store import Folder
 from k3dsl.cache.tar import seal
+from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import CacheMiss, ConfigError
 
 KEYS = [make_key(0), make_key(1), make_key(2, target="sm_100a")]
@@ -120,6 +121,37 @@ def test_what_is_exported_can_be_chosen(source: CompileCache, tmp_path: Path) ->
         source.export(tmp_path / "b", target="gfx950")
     assert not (tmp_path / "b").exists()
     assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+
+
+def test_a_bundle_never_lacks_what_is_damaged(source: CompileCache, tmp_path: Path) -> None:
+    """Lesson 33: neither a damaged manifest nor a file of doubtful origin makes a bundle smaller and the exit 0."""
+    path = source.get(KEYS[0]).path  # type: ignore[union-attr]
+    os.truncate(f"{path}/manifest.json", 100)
+    with pytest.raises(CorruptError, match=f"{path} is not sound: its manifest"):
+        CompileCache(source.root).export(tmp_path / "b")
+    with pytest.raises(CorruptError, match="not sound"):
+        CompileCache(source.root).export(tmp_path / "b", keys=[KEYS[0]])
+    assert CompileCache(source.root).export(tmp_path / "b", target="sm_100a").entries == 1
+    assert CompileCache(source.root).export(tmp_path / "b", keys=[KEYS[1]]).entries == 1
+    CompileCache(source.root).remove(KEYS[0])
+    path = source.get(KEYS[1]).path  # type: ignore[union-attr]
+    os.chmod(f"{path}/manifest.json", 0o666)
+    with pytest.raises(UntrustedError, match="can be written by others"):
+        CompileCache(source.root).export(tmp_path / "b")
+
+
+def test_an_entry_that_is_evicted_meanwhile_costs_itself_alone(
+    source: CompileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Folder._payload
+
+    def remove_first(folder: Folder, path: str, manifest: Manifest) -> bytes:
+        if manifest.digest == KEYS[0].digest:
+            folder.remove(path)
+        return real(folder, path, manifest)
+
+    monkeypatch.setattr(Folder, "_payload", remove_first)
+    assert CompileCache(source.root).export(tmp_path / "b").entries == 2
 
 
 def test_a_damaged_entry_is_not_exported(source: CompileCache, tmp_path: Path) -> None:
