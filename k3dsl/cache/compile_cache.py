@@ -414,9 +414,23 @@ class CompileCache:
         return self._home.writable()
 
     def folders(self) -> list[Folder]:
-        """The folder and the folder layers, in the order in which they are asked."""
-        layers = [layer.folder for layer in self.layers if isinstance(layer, FolderLayer)]
+        """The folder and the folder layers that are read, in the order in which they are asked."""
+        layers = [layer.folder for layer in self.layers if isinstance(layer, FolderLayer) and self._reads(layer)]
         return [*([self._home.folder] if self._home.folder is not None else []), *layers]
+
+    def _reads(self, layer: FolderLayer) -> bool:
+        """Whether a lookup would read the layer. Why not is said once."""
+        try:
+            layer.probe()
+        except FileNotFoundError:
+            return False
+        except UntrustedError as error:
+            self._notices.say(f"untrusted {layer.name}", f"{layer.name} is not used: {error}")
+            return False
+        except OSError as error:
+            self._notices.say(f"read_failed {layer.name}", f"{layer.name} cannot be read: {error}")
+            return False
+        return True
 
     def sound(self, key: CompileKey) -> bool:
         """Whether the folder holds `key`, payload and all; a corrupt entry is quarantined."""

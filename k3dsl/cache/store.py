@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 from k3dsl.cache.entry import MANIFEST, MANIFEST_LIMIT, PAYLOAD_LIMIT, SCHEMA, CorruptError, Entry, Manifest
 from k3dsl.cache.key import CompileKey, is_digest
 from k3dsl.cache.lock import Lock
-from k3dsl.cache.trust import FOLDER_FLAGS, Trust, modes_like, read_checked
+from k3dsl.cache.trust import FOLDER_FLAGS, Trust, UntrustedError, modes_like, read_checked
 
 VERSION: Final = f"v{SCHEMA}"
 QUARANTINE: Final = "quarantine"
@@ -127,12 +127,23 @@ class Folder:
             payload = read_checked(manifest.payload, folder, self.trust, PAYLOAD_LIMIT)
             manifest.check(payload)
             return payload
+        except FileNotFoundError:
+            if _same_folder(folder, path):  # else another process is just removing it
+                raise CorruptError(f"{manifest.payload} is not there") from None
+            raise
         finally:
             os.close(folder)
 
     def has(self, key: CompileKey) -> bool:
-        """Whether an entry of `key` stands here. Not whether it is sound: `load` tells."""
-        return os.path.isfile(f"{self.path(key.target, key.digest)}/{MANIFEST}")
+        """Whether an entry of `key` stands here in files to be believed. Reads none: `load` tells what is sound."""
+        path = self.path(key.target, key.digest)
+        try:
+            names = os.listdir(path)
+            for name in names:
+                self.trust.check(os.stat(f"{path}/{name}", follow_symlinks=False), name)
+        except (OSError, UntrustedError):
+            return False
+        return MANIFEST in names and len(names) > 1
 
     def touch(self, path: str) -> None:
         """Stamps an entry as used now, for the order of eviction and for nothing else. Never raises."""

@@ -4,11 +4,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_tools import Builder, make_key
 
-from k3dsl.cache import Built, CompileCache, CompileKey
+from k3dsl.cache import Built, CompileCache, CompileKey, CorruptError
+from k3dsl.cache.store import Folder
 
 Fresh = Callable[..., CompileCache]
 
@@ -115,6 +117,34 @@ def test_verify_finds_and_quarantines(cache: CompileCache, fresh: Fresh, root: P
     assert len(os.listdir(root / "quarantine")) == 2
     assert fresh().verify().clean
     assert fresh().stats()["corrupt"] >= 2
+
+
+def test_an_entry_without_its_object_is_not_there(cache: CompileCache, fresh: Fresh, build: Builder) -> None:
+    """Lesson 2: a hit needs every listed member, and what tells of hits agrees."""
+    entry = cache.get_or_build(make_key(), build)
+    os.unlink(f"{entry.path}/kernel.cubin")
+    assert make_key() not in fresh()
+    assert not fresh().explain(make_key()).present
+    [listed] = fresh().entries()
+    with pytest.raises(CorruptError, match=r"kernel\.cubin is not there"):
+        listed.payload  # noqa: B018
+    report = fresh().verify()
+    assert [(item.digest, item.reason) for item in report.corrupt] == [(make_key().digest, "kernel.cubin is not there")]
+    assert fresh().stats()["quarantined"] == 1
+
+
+def test_an_entry_that_goes_while_it_is_verified_is_no_finding(
+    cache: CompileCache, fresh: Fresh, root: Path, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(cache.get_or_build(make_key(), build).path)
+    real = Folder._payload
+
+    def remove_first(folder: Folder, *rest: Any) -> bytes:
+        folder.remove(path)
+        return real(folder, *rest)
+
+    monkeypatch.setattr(Folder, "_payload", remove_first)
+    assert fresh().verify().checked == 0
 
 
 def test_verify_by_building_again(cache: CompileCache, build: Builder) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from cache_tools import Builder, files_under, make_key, payload_of
 
-from k3dsl.cache import CompileCache
-from k3dsl.errors import ConfigError
+from k3dsl.cache import BundleError, CompileCache
+from k3dsl.errors import CacheMiss, ConfigError
 
 Fresh = Callable[..., CompileCache]
 
@@ -104,6 +104,26 @@ def test_a_layer_that_others_can_write_to(root: Path, layer: Path, build: Builde
     assert cache.get_or_build(make_key(1), build).source == "built"
     assert len(caplog.messages) == 1
     assert "chmod go-w" in caplog.messages[0]
+
+
+def test_a_layer_that_is_not_read_has_nothing(
+    root: Path, layer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lesson 29: what tells where a key is does not count on a layer that no lookup reads."""
+    layer.chmod(0o777)
+    cache = CompileCache(root, layers=[layer], frozen=True)
+    assert make_key(0) not in cache
+    assert list(cache.entries()) == []
+    assert cache.verify().checked == 0
+    explanation = cache.explain(make_key(0))
+    assert not explanation.present
+    assert "chmod go-w" in str(explanation)
+    with pytest.raises(CacheMiss, match="and no other entry is"):
+        cache.get(make_key(0))
+    with pytest.raises(BundleError, match="nothing to export"):
+        cache.export(tmp_path / "kernels.k3b")
+    assert len(caplog.messages) == 1
+    assert make_key(0) in CompileCache(root, layers=[layer], allow_shared=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give folders away")

@@ -86,6 +86,7 @@ def test_a_file_of_somebody_else_is_not_loaded(
     """Lesson 29: the descriptor that is read is the one that is checked, in whatever folder it stands."""
     path = str(cache.get_or_build(make_key(), build).path)
     os.chown(f"{path}/{name}", NOBODY, NOBODY)
+    assert make_key() not in fresh()
     reader = fresh()
     assert reader.get(make_key()) is None
     assert reader.stats()["untrusted"] == 1
@@ -101,6 +102,7 @@ def test_a_file_that_others_can_write_to_is_not_loaded(
     """Lesson 29."""
     path = str(cache.get_or_build(make_key(), build).path)
     os.chmod(f"{path}/{name}", 0o666)
+    assert make_key() not in fresh()
     assert fresh().get(make_key()) is None
     assert fresh().get_or_build(make_key(), build).source == "built"
 
