@@ -195,11 +195,12 @@ class CompileCache:
             entry = self._load(layer, key)
             if entry is not None:
                 self._counts.add("layer_hit")
-                path = self._store(entry.manifest, entry.payload) if layer.remote else None
-                found = self._memory.put(entry)  # in use from here on, so that the bound spares it
-                if path is not None:
-                    self._enforce(allocated(path))
-                return found
+                if layer.remote:
+                    entry.path = self._store(entry.manifest, entry.payload)
+                self._memory.put(entry)  # in use from here on, so that the bound spares it
+                if layer.remote and entry.path is not None:
+                    self._enforce(allocated(entry.path))
+                return entry
         return None
 
     def _load(self, place: Folder | Layer, key: CompileKey) -> Entry | None:

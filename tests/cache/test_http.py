@@ -337,6 +337,22 @@ def test_what_a_server_gave_counts_against_the_bound(root: Path, tmp_path: Path,
     assert cache.stats()["evicted"] == 4
 
 
+def test_what_a_server_gave_is_in_use_like_what_was_built(root: Path, tmp_path: Path, build: Builder, bad: Any) -> None:
+    """Lesson 30: its files in the folder stay for as long as somebody holds it, whichever process prunes."""
+    elsewhere = CompileCache(tmp_path / "elsewhere")
+    content = bundle.pack_one(elsewhere.get_or_build(make_key(), build))
+    cache = CompileCache(root, layers=[bad(reply(200, content)).replace("+rw", "")])
+    entry = cache.get(make_key())
+    assert entry is not None
+    assert entry.source.startswith("http://")
+    assert entry.path == cache.folder.path("sm_90a", make_key().digest)  # type: ignore[union-attr]
+    other = CompileCache(root)
+    assert other.prune(0).exempt == 1
+    assert other.folder.has(make_key())  # type: ignore[union-attr]
+    del entry
+    assert other.prune(0).kept == 0
+
+
 def test_a_url_that_no_request_can_have(root: Path, build: Builder) -> None:
     """A path that is not ASCII is refused where it is given; a host that IDNA refuses counts as one that is down."""
     with pytest.raises(ConfigError, match="ASCII"):
