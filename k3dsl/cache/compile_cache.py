@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: The slowest kernel builds in seconds; a holder that takes this long hangs.
 LOCK_SECONDS: Final = 300.0
+#: A process that has stored this part of the bound counts again what others have stored meanwhile.
+_PARTS: Final = 64
 
 
 class CompileCache:
@@ -80,6 +82,7 @@ class CompileCache:
         self.layers: list[Layer] = [] if off else open_layers(named, shared=allow_shared)
         self._swept = False
         self._usage: int | None = None
+        self._added = 0
         self._session = Session(str(self.root) if self._home.writes else None, self._home.trust, self._counts)
         own = self._home.folder.prefix if self._home.folder is not None and self._home.writes else None
         self._memory = Memory(InUse(self._session), own)
@@ -268,16 +271,19 @@ class CompileCache:
                     self._notices.say(f"give_failed {layer.name}", f"{layer.name} does not take entries: {error}")
 
     def _enforce(self, added: int) -> None:
-        """Keeps the folder within its bound after `added` bytes were stored. Counts anew only when it may be over."""
+        """Keeps the folder within its bound after `added` bytes were stored.
+
+        Counts anew only when it may be over, by what is stored here or elsewhere.
+        """
         if self.max_bytes is None:
             return
-        if self._usage is None or self._usage + added > self.max_bytes:
-            try:
-                self._usage = self.prune().kept_bytes
-            except OSError as error:  # what was built is built and stored, whatever becomes of the bound
-                self._notices.say("prune_failed", f"{self.root} may outgrow its bound: {error}")
-        else:
-            self._usage += added
+        self._added += added
+        if self._usage is not None and self._added <= min(self.max_bytes // _PARTS, self.max_bytes - self._usage):
+            return
+        try:
+            self._usage, self._added = self.prune().kept_bytes, 0
+        except OSError as error:  # what was built is built and stored, whatever becomes of the bound
+            self._notices.say("prune_failed", f"{self.root} may outgrow its bound: {error}")
 
     # The folder as a whole
 

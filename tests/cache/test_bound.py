@@ -76,6 +76,29 @@ def test_the_bound_holds_after_every_build(root: Path, build: Builder) -> None:
     assert cache.get(make_key(2)) is not None  # from memory, as long as the process lives
 
 
+def test_the_bound_holds_for_processes_together(root: Path, build: Builder) -> None:
+    """Lesson 30: what another process stores meanwhile counts as well."""
+    one = fill(root, 1)
+    limit = 5 * one + one // 2
+    caches = [CompileCache(root, max_bytes=limit) for _ in range(3)]
+    for n in range(1, 13):
+        caches[n % 3].get_or_build(make_key(n), build)
+        assert CompileCache(root).stats()["bytes"] <= limit
+    assert len(present(root, 13)) == 5
+
+
+def test_what_others_store_is_counted_now_and_then(root: Path, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large folder is not walked after every build: once for a part of the bound, whatever others do."""
+    one = fill(root, 1)
+    walks = []
+    real = CompileCache.prune
+    monkeypatch.setattr(CompileCache, "prune", lambda self: (walks.append(1), real(self))[1])
+    cache = CompileCache(root, max_bytes=640 * one)
+    for n in range(1, 25):
+        cache.get_or_build(make_key(n), build)
+    assert 1 < len(walks) < 5  # the first time, then after more than ten entries
+
+
 def test_the_bound_of_the_environment(root: Path, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     one = fill(root, 1)
     monkeypatch.setenv("K3DSL_CACHE_MAX_BYTES", str(2 * one))
