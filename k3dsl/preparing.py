@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -146,8 +147,9 @@ def warmup(
 ) -> Report:
     """Builds every key of the plan (or plans) that `cache` does not have, with `jobs` compilers. Needs no GPU.
 
-    Each key is read back and its object checked, so that "ready" means that it loads. A key that fails is reported and
-    the others go on. On Ctrl-C the compilers are ended and the cache is as if the unfinished keys had not been begun.
+    Each object is checked, and in the end every key is read back as another process would find it, so that "ready"
+    means that it is there and loads. A key that fails is reported and the others go on. On Ctrl-C the compilers are
+    ended and the cache is as if the unfinished keys had not been begun.
     """
     plans = [plan] if isinstance(plan, Deployment) else list(plan)
     if type(jobs) is not int or jobs < 1:
@@ -200,7 +202,8 @@ class _Warmup:
 
     def run(self, jobs: int) -> Report:
         self._pools = {vendor: _toolchain(t).Compilers(jobs) for vendor, t in _vendors(self._keys).items()}
-        built, hit, failures = 0, 0, []
+        built: dict[CompileKey, bool] = {}
+        failures: dict[CompileKey, str] = {}
         pool = ThreadPoolExecutor(jobs, thread_name_prefix="k3dsl-warmup")
         try:
             todo = {pool.submit(self._one, key): key for key in self._keys}
@@ -211,9 +214,9 @@ class _Warmup:
                 for future in done:
                     error = future.exception()
                     if error is None:
-                        built, hit = built + future.result(), hit + (not future.result())
+                        built[todo[future]] = future.result()
                     elif isinstance(error, K3Error | OSError):
-                        failures.append((todo[future], str(error)))
+                        failures[todo[future]] = str(error)
                     else:
                         raise error
             self._tell(len(todo))
@@ -223,8 +226,27 @@ class _Warmup:
             for compilers in self._pools.values():
                 compilers.close()
             pool.shutdown(wait=True)
+        if not self._cache.read_only:  # else nothing was to be stored
+            problems = ((key, self._problem(key)) for key in built)
+            failures |= {key: problem for key, problem in problems if problem is not None}
+        counts = Counter(new for key, new in built.items() if key not in failures)
         seconds = round(time.monotonic() - self._began, 3)
-        return Report(len(self._keys), built, hit, len(failures), seconds, tuple(failures))
+        return Report(len(self._keys), counts[True], counts[False], len(failures), seconds, tuple(failures.items()))
+
+    def _problem(self, key: "CompileKey") -> str | None:
+        """Why another process would not find `key` now, which was built or found here; None if it would."""
+        entry = self._cache.reread(key)
+        if entry is not None:
+            try:
+                check_object(key, entry.payload)
+            except K3Error as error:
+                return str(error)
+            return None
+        why = list(self._cache.degraded.values())
+        if self._cache.max_bytes is not None:
+            why.append(f"max_bytes={self._cache.max_bytes} may be less than all keys take")
+        why = why or ["its folder does not give it back"]
+        return f"{key.kernel} {key.short} was built or found but could not be stored: {'; '.join(why)}"
 
     def _tell(self, done: int) -> None:
         if self._progress is not None:
@@ -233,20 +255,13 @@ class _Warmup:
             self._progress(Progress(done, len(self._keys), names, time.monotonic() - self._began))
 
     def _one(self, key: "CompileKey") -> bool:
-        """Whether `key` had to be built. Then its entry is stored, was read back, and its object is one that loads."""
+        """Whether `key` had to be built. Its object is one that loads; whether it is stored, `_problem` tells."""
         with self._lock:
             self._at_work[key] = None
         try:
             entry = self._cache.get_or_build(key, self._build)
-            built = entry.source == "built"
-            if built and not self._cache.read_only:
-                stored = self._cache.reread(key) if entry.path is not None else None
-                if stored is None:
-                    why = "; ".join(self._cache.degraded.values()) or "its folder does not give it back"
-                    raise ToolchainError(f"{key.kernel} {key.short} was built but could not be stored: {why}")
-                entry = stored
             check_object(key, entry.payload)
-            return built
+            return entry.source == "built"
         finally:
             with self._lock:
                 del self._at_work[key]

@@ -248,6 +248,56 @@ def test_what_does_not_read_back_is_not_ready(tmp_path, compilers, monkeypatch):
     assert cache.stats()["corrupt"] == report.keys
 
 
+def test_a_second_warmup_does_not_take_memory_for_the_folder(tmp_path, compilers):
+    """Lesson 5: keys that were built before and could not be stored are in memory, and nowhere else."""
+    (tmp_path / "file").write_text("")
+    cache = CompileCache(tmp_path / "file")
+    warmup(PLAN, cache)
+    again = warmup(PLAN, cache)
+    assert (again.failed, again.hit, again.built) == (again.keys, 0, 0)
+
+
+def test_what_the_bound_takes_away_is_not_ready(tmp_path, compilers):
+    """Lesson 5: "N of N keys ready" is said of what is there in the end."""
+    warmup(PLAN, CompileCache(tmp_path / "all"))
+    size = CompileCache(tmp_path / "all").stats()["bytes"]
+    report = warmup(PLAN, CompileCache(tmp_path / "small", max_bytes=size // 2))
+    there = CompileCache(tmp_path / "small")
+    ready = sum(key in there for key in PLAN.keys())  # noqa: SIM118
+    assert 0 < report.failed < report.keys
+    assert report.built == ready == report.keys - report.failed
+    assert f"max_bytes={size // 2}" in report.failures[0][1]
+    assert warmup(PLAN, CompileCache(tmp_path / "small", max_bytes=size)).ok
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_warmup_that_must_not_write_only_checks(tmp_path, compilers, monkeypatch, by):
+    if by == "environment":
+        monkeypatch.setenv("K3DSL_CACHE", "ro")
+    report = warmup(PLAN, CompileCache(tmp_path, read_only=by == "argument"))
+    assert (report.built, report.ok) == (report.keys, True)
+
+
+def test_an_entry_that_nobody_can_read_is_not_ready(tmp_path, compilers, monkeypatch):
+    """Lesson 5: it is there, so nothing takes its place, and it serves nobody."""
+    key = PLAN.keys()[0]
+    warmup(PLAN, CompileCache(tmp_path))
+    load = Folder.load
+
+    def closed(folder, asked):
+        if asked == key:
+            raise PermissionError(13, "Permission denied", folder.path(key.target, key.digest))
+        return load(folder, asked)
+
+    monkeypatch.setattr(Folder, "load", closed)
+    cache = CompileCache(tmp_path)
+    report = warmup(PLAN, cache)
+    assert [failed for failed, _ in report.failures] == [key]
+    assert "Permission denied" in report.failures[0][1]
+    assert (report.hit, report.built) == (report.keys - 1, 0)
+    assert cache.get(key).path is None
+
+
 def test_warmup_refuses_bad_jobs_and_captures(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="jobs=0 must be a positive int"):
         warmup(PLAN, CompileCache(tmp_path), jobs=0)

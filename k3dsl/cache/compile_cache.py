@@ -245,7 +245,7 @@ class CompileCache:
         return entry
 
     def _store(self, manifest: Manifest, payload: bytes) -> str | None:
-        """Publishes an entry in the folder; its path, or None if that did not work, which is said once."""
+        """Publishes an entry in the folder; its path, or None if that did not work or another stands there unsound."""
         outcome: list[bool] = []
         target, digest = manifest.key["target"], manifest.digest
 
@@ -255,10 +255,13 @@ class CompileCache:
                 folder.sweep()
             outcome.append(folder.publish(manifest, payload))
 
-        if not self._home.write(publish):
+        folder = self._home.folder
+        if not self._home.write(publish) or folder is None:
             return None
         self._counts.add("stored" if outcome[0] else "raced")
-        return self._home.folder.path(target, digest) if self._home.folder is not None else None
+        if not outcome[0] and self._load(folder, manifest.compile_key()) is None:
+            return None  # what was there first serves nobody: it was damaged, or cannot be read
+        return folder.path(target, digest)
 
     def _give(self, manifest: Manifest, payload: bytes) -> None:
         """Offers what was built here to the layers that take it."""
