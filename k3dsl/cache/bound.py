@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from k3dsl.cache.store import MANIFEST, QUARANTINE, Folder, OnError, Place, allocated, delete
-from k3dsl.cache.trust import modes_like
+from k3dsl.cache.store import MANIFEST, QUARANTINE, Folder, OnError, Place, allocated, delete, listing
+from k3dsl.cache.trust import make_folder, modes_like
 
 PINS: Final = "pins"
 
@@ -129,10 +129,10 @@ def pin(folder: Folder, digests: Iterable[str]) -> None:
     folder.create()
     mode, file_mode = modes_like(os.stat(folder.root), folder.trust)
     place = f"{folder.root}/{PINS}"
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(place, mode)
+    make_folder(place, mode)
     for digest in digests:
-        os.close(os.open(f"{place}/{digest}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, file_mode))
+        with contextlib.suppress(FileExistsError):  # pinned, perhaps by another user
+            os.close(os.open(f"{place}/{digest}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode))
 
 
 def unpin(folder: Folder, digests: Iterable[str]) -> None:
@@ -142,9 +142,6 @@ def unpin(folder: Folder, digests: Iterable[str]) -> None:
             os.unlink(f"{folder.root}/{PINS}/{digest}")
 
 
-def pinned(folder: Folder) -> set[str]:
-    """Digests that are pinned."""
-    try:
-        return set(os.listdir(f"{folder.root}/{PINS}"))
-    except OSError:
-        return set()
+def pinned(folder: Folder, onerror: OnError | None = None) -> set[str]:
+    """Digests that are pinned. Where that cannot be read it raises OSError, or tells `onerror`."""
+    return set(listing(f"{folder.root}/{PINS}", onerror))

@@ -322,7 +322,8 @@ class CompileCache:
         """Evicts what was not used for `older_than` seconds, then the least recently used down to `max_bytes`.
 
         `max_bytes` is the cache's own bound by default. Pinned entries and those in use stay. Also clears away what
-        killed writers left. A cache that must not write reports as with `dry_run`.
+        killed writers left. A cache that must not write reports as with `dry_run`. Raises OSError where it cannot be
+        read what is pinned or in use: then nothing goes.
         """
         from k3dsl.cache import bound
 

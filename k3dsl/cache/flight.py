@@ -14,7 +14,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from k3dsl.cache.lock import Lock
-from k3dsl.cache.trust import Trust, modes_like
+from k3dsl.cache.trust import Trust, make_folder, modes_like
 
 LOCKS: Final = "locks"
 #: How a filesystem says that it has no locks.
@@ -88,9 +88,7 @@ class Flight:
         try:
             folder = f"{self._root}/{LOCKS}"
             if not os.path.isdir(folder):
-                mode, _ = modes_like(os.stat(self._root), self._trust)
-                os.makedirs(folder, exist_ok=True)
-                os.chmod(folder, mode)
+                make_folder(folder, modes_like(os.stat(self._root), self._trust)[0])
             self._lock = Lock(f"{folder}/{self._digest}.lock", create=True)
             while not self._lock.take():
                 if self._ready():

@@ -107,14 +107,18 @@ class Home:
 
     def note_lock(self, error: OSError) -> None:
         """Says that no lock is to be had there."""
-        if error.errno not in NO_LOCKS:
+        refused = error.errno == errno.EACCES and str(error.filename).endswith(".lock")
+        if error.errno in NO_LOCKS:
+            why, todo = f"{self.root} is on a filesystem without locks", "Set K3DSL_CACHE_DIR to a local folder"
+        elif refused and os.access(self.root or "", os.W_OK | os.X_OK):
+            # Of another user, who made it for himself alone: it says nothing of the entries.
+            why, todo = f"{error.filename} cannot be opened", "chmod it like the folder"
+        else:
             self.note_write(error)
             return
         self._counts.add("lock_unsupported")
         self.notices.say(
-            "lock_unsupported",
-            f"{self.root} is on a filesystem without locks ({error.strerror or error}): several processes may build "
-            "one kernel. Set K3DSL_CACHE_DIR to a local folder",
+            "lock_unsupported", f"{why} ({error.strerror or error}): several processes may build one kernel. {todo}"
         )
 
     def _believed(self, folder: Folder) -> bool:

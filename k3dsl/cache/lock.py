@@ -16,19 +16,27 @@ _HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 
 
 class Lock:
-    """An exclusive lock on a file or folder that is there, or on a file that it makes (`create=True`)."""
+    """An exclusive lock on a file or folder that is there, or on a file that it makes (`create=True`).
 
-    __slots__ = ("_descriptor", "_flags", "path")
+    Such a file is as open as its folder, whatever the umask says: all who may make one there may take it.
+    """
+
+    __slots__ = ("_create", "_descriptor", "_flags", "path")
 
     def __init__(self, path: str, *, create: bool = False) -> None:
         self.path = path
+        self._create = create
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
         self._descriptor = -1
 
     def take(self) -> bool:
         """Takes the lock without waiting; whether it is held now. Raises OSError where there are no locks."""
         if self._descriptor < 0:
-            self._descriptor = os.open(self.path, self._flags, 0o644)
+            mode = os.stat(os.path.dirname(self.path)).st_mode & 0o666 if self._create else 0
+            self._descriptor = os.open(self.path, self._flags, mode)
+            if self._create and os.fstat(self._descriptor).st_nlink == 1:  # not another name of another file
+                with contextlib.suppress(OSError):  # another user's: he has seen to it
+                    os.fchmod(self._descriptor, mode)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

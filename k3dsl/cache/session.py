@@ -20,7 +20,8 @@ from typing import Final
 import msgspec
 
 from k3dsl.cache.lock import Lock
-from k3dsl.cache.trust import Trust, modes_like
+from k3dsl.cache.store import OnError, ignore, listing
+from k3dsl.cache.trust import Trust, make_folder, modes_like
 
 SESSIONS: Final = "sessions"
 _TOTALS: Final = "totals.json"
@@ -173,20 +174,17 @@ class Session:
         assert self._root is not None
         folder_mode, file_mode = modes_like(os.stat(self._root), self._trust)
         folder = f"{self._root}/{SESSIONS}"
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, folder_mode)
-            os.chmod(folder, folder_mode)
+        make_folder(folder, folder_mode)
         for _ in range(8):
             path = f"{folder}/{os.urandom(8).hex()}"
-            flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file = os.open(f"{path}.log", os.O_WRONLY | os.O_APPEND | flags, file_mode)
+            self._file = _new(f"{path}.log", os.O_WRONLY | os.O_APPEND, file_mode)
             self._lock = Lock(f"{path}.log")
             try:
                 held = self._lock.take()
             except OSError:
                 held = True  # no locks here: age decides
             if held and os.fstat(self._file).st_nlink:
-                self._table = _map(os.open(f"{path}.use", os.O_RDWR | flags, file_mode))
+                self._table = _map(_new(f"{path}.use", os.O_RDWR, file_mode))
                 return
             self._let_go()  # a process that folds took it for dead before it was locked
         raise OSError("no session file could be kept")
@@ -220,9 +218,9 @@ def totals(root: str) -> Counter[str]:
 
 
 def in_use(root: str) -> set[str]:
-    """Digests that a living process uses."""
+    """Digests that a living process uses. Raises OSError where that cannot be read: it may be any."""
     found: set[str] = set()
-    for name in _names(root):
+    for name in _names(root, None):
         path = f"{root}/{SESSIONS}/{name}"
         if not _dead(path):
             found |= _table(path)
@@ -244,12 +242,14 @@ def fold(root: str) -> None:
             # The names go in with the counts: if we die before the files are gone, nobody adds them twice.
             content = msgspec.json.encode({"counts": counts, "folded": dead})
             temp = f"{root}/{SESSIONS}/{_TOTALS}.{os.urandom(8).hex()}"
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            mode = os.stat(f"{root}/{SESSIONS}").st_mode & 0o666  # whoever may write there folds next time
             try:
-                os.write(descriptor, content)
-            finally:
-                os.close(descriptor)
-            os.replace(temp, f"{root}/{SESSIONS}/{_TOTALS}")
+                with os.fdopen(_new(temp, os.O_WRONLY, mode), "wb") as file:  # it writes all, or raises
+                    file.write(content)
+                os.replace(temp, f"{root}/{SESSIONS}/{_TOTALS}")
+            except BaseException:
+                os.unlink(temp)
+                raise
             for name in dead:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(_use_of(f"{root}/{SESSIONS}/{name}"))
@@ -258,11 +258,16 @@ def fold(root: str) -> None:
             guard.release()
 
 
-def _names(root: str) -> list[str]:
-    try:
-        return [name for name in os.listdir(f"{root}/{SESSIONS}") if name.endswith(".log")]
-    except OSError:
-        return []
+def _names(root: str, onerror: OnError | None = ignore) -> list[str]:
+    return [name for name in listing(f"{root}/{SESSIONS}", onerror) if name.endswith(".log")]
+
+
+def _new(path: str, flags: int, mode: int) -> int:
+    """Opens a new file with exactly `mode`, whatever the umask says."""
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with contextlib.suppress(OSError):
+        os.fchmod(descriptor, mode)
+    return descriptor
 
 
 def _dead(path: str) -> bool:
@@ -300,8 +305,8 @@ def _read(path: str) -> Counter[str]:
 
 
 def _table(path: str) -> set[str]:
-    """What a session uses."""
-    with contextlib.suppress(OSError), open(_use_of(path), "rb") as file:
+    """What a session uses. Raises OSError where that cannot be read."""
+    with contextlib.suppress(FileNotFoundError), open(_use_of(path), "rb") as file:
         content = file.read()
         slots = (content[at : at + _SLOT] for at in range(0, len(content), _SLOT))
         return {slot.hex() for slot in slots if len(slot) == _SLOT and any(slot)}

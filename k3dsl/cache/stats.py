@@ -58,7 +58,7 @@ def collect(cache: "CompileCache", own: Counter[str], pending: Counter[str]) -> 
         bytes=sum(item.bytes for item in items),
         quarantined=len(rejected),
         quarantined_bytes=sum(item.bytes for item in rejected),
-        pinned=len(bound.pinned(folder)) if folder is not None else 0,
+        pinned=len(bound.pinned(folder, cache.unreadable)) if folder is not None else 0,
         max_bytes=cache.max_bytes,
         root=str(cache.root) if cache.root is not None else None,
         layers=[layer.name for layer in cache.layers],

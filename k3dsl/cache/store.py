@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 from k3dsl.cache.entry import MANIFEST, MANIFEST_LIMIT, PAYLOAD_LIMIT, SCHEMA, CorruptError, Entry, Manifest
 from k3dsl.cache.key import CompileKey, is_digest
 from k3dsl.cache.lock import Lock
-from k3dsl.cache.trust import FOLDER_FLAGS, Trust, UntrustedError, modes_like, read_checked
+from k3dsl.cache.trust import FOLDER_FLAGS, Trust, UntrustedError, make_folder, modes_like, read_checked
 
 VERSION: Final = f"v{SCHEMA}"
 QUARANTINE: Final = "quarantine"
@@ -187,27 +187,23 @@ class Folder:
             return
         parent = os.path.dirname(path)
         self._make_folders(parent, mode)
-        try:
-            os.mkdir(path, mode)
-        except FileExistsError:
-            return
-        os.chmod(path, mode)
-        _sync_folder(parent)
+        if make_folder(path, mode):
+            _sync_folder(parent)
 
     def places(self, target: str | None = None, *, onerror: OnError | None = None) -> Iterator[Place]:
         """Every entry that stands here, in the order of target and digest.
 
         A folder that cannot be listed raises OSError; with `onerror` it is told that and the walk goes on, as os.walk.
         """
-        for name in [target] if target else _listing(self._entries, onerror):
-            for shard in _listing(f"{self._entries}/{name}", onerror):
-                for digest in _listing(f"{self._entries}/{name}/{shard}", onerror):
+        for name in [target] if target else listing(self._entries, onerror):
+            for shard in listing(f"{self._entries}/{name}", onerror):
+                for digest in listing(f"{self._entries}/{name}/{shard}", onerror):
                     if is_digest(digest) and digest[:2] == shard:
                         yield Place(name, digest, f"{self._entries}/{name}/{shard}/{digest}")
 
     def paths_of(self, digest: str) -> list[str]:
         """Where entries of `digest` stand: one, unless a key was forged."""
-        paths = [self.path(target, digest) for target in _listing(self._entries)]
+        paths = [self.path(target, digest) for target in listing(self._entries)]
         return [path for path in paths if os.path.lexists(path)]
 
     def remove(self, path: str) -> None:
@@ -243,7 +239,7 @@ class Folder:
         """What is in quarantine, oldest first. Raises OSError as `places` does."""
         folder = f"{self.root}/{QUARANTINE}"
         found = []
-        for name in _listing(folder, onerror):
+        for name in listing(folder, onerror):
             with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
                 found.append((os.stat(f"{folder}/{name}", follow_symlinks=False).st_ctime_ns, f"{folder}/{name}"))
         return [path for _, path in sorted(found)]
@@ -257,9 +253,9 @@ class Folder:
     def sweep(self) -> int:
         """Removes what killed writers left: temporary folders that nobody holds. Their number. Never raises."""
         removed = 0
-        for target in _listing(self._entries, _ignore):
-            for shard in _listing(f"{self._entries}/{target}", _ignore):
-                for name in _listing(f"{self._entries}/{target}/{shard}", _ignore):
+        for target in listing(self._entries, ignore):
+            for shard in listing(f"{self._entries}/{target}", ignore):
+                for name in listing(f"{self._entries}/{target}/{shard}", ignore):
                     if _TEMP.fullmatch(name):
                         removed += _sweep_one(f"{self._entries}/{target}/{shard}/{name}")
         return removed
@@ -296,7 +292,8 @@ def allocated(path: str) -> int:
     return total
 
 
-def _listing(path: str, onerror: OnError | None = None) -> list[str]:
+def listing(path: str, onerror: OnError | None = None) -> list[str]:
+    """What is in a folder, nothing if there is none. What else is wrong is raised, or told to `onerror`."""
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -308,7 +305,7 @@ def _listing(path: str, onerror: OnError | None = None) -> list[str]:
         return []
 
 
-def _ignore(error: OSError) -> None:
+def ignore(error: OSError) -> None:
     """An `onerror` for what may be left undone."""
 
 

@@ -76,3 +76,13 @@ def modes_like(folder: os.stat_result, trust: Trust) -> tuple[int, int]:
     others = 0o077 if trust.shared else 0o055
     group = folder.st_mode & stat.S_ISGID
     return 0o700 | folder.st_mode & others | group, 0o600 | folder.st_mode & others & 0o066
+
+
+def make_folder(path: str, mode: int) -> bool:
+    """Makes a folder with exactly `mode`, whatever the umask says; one that is there is left as it is, and False."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return False
+    os.chmod(path, mode)
+    return True

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,6 +67,25 @@ def test_folding_counts_nothing_twice(root: Path, tmp_path: Path, monkeypatch: p
     fold(str(root))
     assert totals(str(root))["built"] == 10
     assert [name for name in os.listdir(root / "sessions") if name.endswith(".log")] == []
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_totals_are_written_whole_or_not_at_all(root: Path, after: int) -> None:
+    """Lesson 4: a disk that fills up takes no figures and leaves no file."""
+    root.mkdir()
+    log = Session(str(root), Trust())
+    log.counts.add("built", 2)
+    log.close()
+    before = sorted(os.listdir(root / "sessions"))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, limit[1]))
+    try:
+        fold(str(root))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted({*os.listdir(root / "sessions")} - {"totals.lock"}) == before
+    fold(str(root))
+    assert totals(str(root))["built"] == 2
 
 
 def test_a_living_session_is_not_folded(root: Path) -> None:

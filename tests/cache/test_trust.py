@@ -1,5 +1,6 @@
 """Whose folder it is, who may write to it, and where it is looked for."""
 
+import errno
 import logging
 import os
 import pwd
@@ -24,20 +25,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def as_user(uid: int, work: Callable[[], Any]) -> int:
+def as_user(uid: int, work: Callable[[], Any], gid: int | None = None) -> int:
     """The exit status of a child of another user that does `work`."""
+    return os.waitpid(start_as_user(uid, work, gid), 0)[1]
+
+
+def start_as_user(uid: int, work: Callable[[], Any], gid: int | None = None) -> int:
+    """The pid of that child."""
     pid = os.fork()
     if pid == 0:
         try:
             os.setgroups([])
-            os.setgid(uid)
+            os.setgid(uid if gid is None else gid)
             os.setuid(uid)
             work()
             os._exit(0)
         except BaseException as error:
             os.write(2, f"child: {error!r}\n".encode())
             os._exit(1)
-    return os.waitpid(pid, 0)[1]
+    return pid
 
 
 def open_way(path: Path) -> None:
@@ -206,12 +212,123 @@ def test_new_files_are_as_open_as_the_folder(root: Path, build: Builder, umask: 
         place.mkdir()
         place.chmod(mode)
         os.umask(umask)
-        entry = CompileCache(place).get_or_build(make_key(), build)
+        cache = CompileCache(place)
+        entry = cache.get_or_build(make_key(), build)
+        cache.pin([make_key()])
+        cache.stats()  # folds
         os.umask(0o022)
-        for path in (place / "v1", Path(str(entry.path)), place / "locks"):
+        for path in (place / "v1", Path(str(entry.path)), place / "locks", place / "pins", place / "sessions"):
             assert stat.S_IMODE(path.stat().st_mode) == mode, path
-        for name in ("manifest.json", "kernel.cubin"):
-            assert stat.S_IMODE(Path(str(entry.path), name).stat().st_mode) == mode & 0o666
+        files = [*Path(str(entry.path)).iterdir(), *(place / "locks").iterdir(), *(place / "sessions").iterdir()]
+        assert {path.suffix for path in files} == {".json", ".cubin", ".lock", ".log", ".use"}
+        for path in files:
+            assert stat.S_IMODE(path.stat().st_mode) == mode & 0o666, path
+
+
+@as_root
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_users_of_one_group_share_a_folder(root: Path, build: Builder, umask: int) -> None:
+    """Lesson 28: what one makes, the other can use; what one pins or holds, the other does not evict."""
+    group = 7777
+    root.mkdir()
+    open_way(root)
+    os.chown(root, 0, group)
+    root.chmod(0o2775)
+    ready, done = os.pipe(), os.pipe()
+
+    def refuse(key: Any) -> Any:
+        raise ValueError("does not compile")
+
+    def first() -> None:
+        os.umask(umask)
+        cache = CompileCache(root, allow_shared=True)
+        with pytest.raises(ValueError, match="does not compile"):
+            cache.get_or_build(make_key(1), refuse)
+        cache.get_or_build(make_key(2), build)
+        held = cache.get_or_build(make_key(3), build)
+        cache.pin([make_key(2)])
+        cache.stats()
+        assert cache.degraded == {}
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+        assert held.payload
+
+    def second() -> None:
+        os.umask(umask)
+        notice._said.clear()
+        cache = CompileCache(root, allow_shared=True)
+        assert cache.get_or_build(make_key(1), build).path is not None
+        assert cache.get(make_key(3)).source == "disk"  # type: ignore[union-attr]
+        cache.pin([make_key(2)])
+        assert cache.prune(0).exempt == 2
+        assert make_key(2) in CompileCache(root, allow_shared=True)
+        assert make_key(3) in CompileCache(root, allow_shared=True)
+        assert cache.stats()["built"] == 3
+        assert cache.degraded == {}
+
+    pid = start_as_user(NOBODY, first, group)
+    os.close(ready[1])
+    os.read(ready[0], 1)  # or the end of the file, if it failed
+    try:
+        assert as_user(NOBODY + 1, second, group) == 0
+    finally:
+        os.write(done[1], b"x")
+        assert os.waitpid(pid, 0)[1] == 0
+    assert (root / "sessions" / "totals.json").stat().st_uid == NOBODY + 1
+
+
+def test_a_lock_of_another_user_is_no_lock(
+    root: Path, fresh: Fresh, build: Builder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lesson 10: the key is built without it, and entries are stored as ever."""
+    CompileCache(root).get_or_build(make_key(0), build)
+    real = os.open
+
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
+        if str(path).endswith(".lock") and "/locks/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    cache = fresh()
+    for n in range(1, 3):
+        assert cache.get_or_build(make_key(n), build).path is not None
+    assert (cache.stats()["lock_unsupported"], cache.stats()["write_failed"]) == (2, 0)
+    assert len(warnings(caplog)) == 1
+    assert f"{make_key(1).digest}.lock cannot be opened (Permission denied)" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("name", ["pins", "sessions", ".use"])
+def test_what_cannot_be_read_may_be_pinned_or_in_use(
+    root: Path, build: Builder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Lesson 30: it is kept."""
+    user = CompileCache(root)
+    held = user.get_or_build(make_key(0), build)
+    user.pin([make_key(1)])
+    real_list, real_open = os.listdir, open
+
+    def listdir(path: str) -> list[str]:
+        if path == f"{root}/{name}":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real_list(path)
+
+    def open_(path: Any, *rest: Any, **named: Any) -> Any:
+        if name == ".use" and str(path).endswith(name):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real_open(path, *rest, **named)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr("builtins.open", open_)
+    cache = CompileCache(root, max_bytes=0)
+    with pytest.raises(PermissionError):
+        cache.prune()
+    assert cache.get_or_build(make_key(1), build).path is not None
+    assert "Permission denied" in cache.degraded["prune_failed"]
+    assert cache.stats()["entries"] == 2
+    monkeypatch.undo()
+    assert CompileCache(root).prune(0).exempt == 2
+    assert held.payload
 
 
 def test_a_folder_that_is_made_is_never_writable_by_others(root: Path, build: Builder) -> None:
