@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from k3dsl import env
+from k3dsl.cache.bound import PINS
+from k3dsl.cache.flight import LOCKS
 from k3dsl.cache.layers import FolderLayer, Layer
 from k3dsl.cache.lock import Lock
-from k3dsl.cache.store import unique
+from k3dsl.cache.session import SESSIONS
+from k3dsl.cache.store import QUARANTINE, VERSION, unique
 from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import ConfigError
 
@@ -107,7 +110,13 @@ def _space(place: Path) -> Finding:
 
 
 def _writes(root: Path) -> Finding:
-    """Does what a publication does: a folder, a file, fsync, rename."""
+    """Looks for folders that are closed to us, then does what a publication does: a folder, a file, fsync, rename."""
+    patterns = (VERSION, f"{VERSION}/*", f"{VERSION}/*/*", QUARANTINE, LOCKS, SESSIONS, PINS)
+    folders = (path for pattern in patterns for path in root.glob(pattern) if os.path.isdir(path))
+    closed = [path for path in folders if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]
+    if closed:
+        more = f", nor can {len(closed) - 1} more below {root}" if len(closed) > 1 else ""
+        return Finding("cache writes", "bad", f"{closed[0]} cannot be read and written{more}", f"chown -R {root}")
     temp, final = (f"{root}/.doctor-{unique()}" for _ in range(2))
     try:
         try:

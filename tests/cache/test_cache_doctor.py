@@ -65,6 +65,20 @@ def test_writes_that_fail(here: Path, monkeypatch: pytest.MonkeyPatch, call: str
     assert not [name for name in os.listdir(here) if name.startswith(".doctor")]
 
 
+@pytest.mark.parametrize("name", ["v1", "v1/sm_90a", "v1/sm_90a/00", "locks", "sessions", "pins", "quarantine"])
+def test_a_folder_below_that_is_not_ours(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Lesson 28: made by root, once, in the folder of a user who can then store nothing."""
+    (here / name).mkdir(parents=True)
+    (here / "v1" / "sm_90a" / "11").mkdir(parents=True, exist_ok=True)
+    assert by_name(findings())["cache writes"].status == "ok"
+    access = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: str(path) != str(here / name) and access(path, mode))
+        found = by_name(findings())["cache writes"]
+    assert (found.status, found.found) == ("bad", f"{here / name} cannot be read and written")
+    assert str(here) in found.todo
+
+
 def test_no_locks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lesson 10."""
     here.mkdir()

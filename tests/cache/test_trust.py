@@ -148,6 +148,24 @@ def test_a_folder_that_only_root_can_write_to(root: Path, build: Builder) -> Non
 
 
 @as_root
+def test_entries_that_root_made_in_a_folder_of_ours(root: Path, build: Builder) -> None:
+    """Lesson 28: `sudo k3dsl warmup`, once. Doctor tells that nothing can be stored, and where."""
+    CompileCache(root).get_or_build(make_key(1), build)
+    open_way(root)
+    os.chown(root, NOBODY, NOBODY)
+
+    def work() -> None:
+        notice._said.clear()
+        cache = CompileCache(root)
+        assert cache.get(make_key(1)).source == "disk"  # type: ignore[union-attr]
+        found = {item.name: item for item in findings(cache)}["cache writes"]
+        assert (found.status, f"{root}/v1 cannot" in found.found) == ("bad", True)
+        assert cache.get_or_build(make_key(2), build).path is None
+
+    assert as_user(NOBODY, work) == 0
+
+
+@as_root
 def test_a_user_without_passwd_entry_or_home(tmp_path: Path, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lesson 28: a container that runs as any uid."""
     open_way(tmp_path)
