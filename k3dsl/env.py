@@ -70,6 +70,12 @@ def split_layers(text: str) -> tuple[str, ...]:
     return tuple(part for part in _BETWEEN.split(text) if part)
 
 
+def redacted(url: str) -> str:
+    """A layer as people may see it: without the user and password of a URL."""
+    scheme, between, rest = url.partition("://")
+    return f"{scheme}{between}{rest.rpartition('@')[2]}"
+
+
 def _absolute(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_absolute():
@@ -142,5 +148,7 @@ def describe(environ: Mapping[str, str] | None = None) -> list[tuple[str, str, s
     rows = []
     for option in TABLE:
         text = environ.get(option.name, "").strip()
+        if option.field == "layers":
+            text = ":".join(map(redacted, split_layers(text)))
         rows.append((option.name, text or "unset", f"environment: {option.help}" if text else option.help))
     return rows

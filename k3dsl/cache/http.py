@@ -43,19 +43,24 @@ class HttpLayer:
     remote = True
 
     def __init__(self, url: str, *, seconds: float = SECONDS, pause: float = PAUSE) -> None:
-        parts = urlsplit(url)
+        form = f"a URL is {', '.join(_SCHEMES)}, then ://host[:port]/path"
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # whose text may quote the password
+            raise ValueError(form) from None
         if parts.scheme not in _SCHEMES or not parts.hostname:
-            raise ValueError(f"a URL is {', '.join(_SCHEMES)}, then ://host[:port]/path")
+            raise ValueError(form)
         if parts.query or parts.fragment:
             raise ValueError("a URL of a layer has no ? and no #")
         if not parts.path.isascii():
             raise ValueError("the path of a URL is ASCII, all else in it as %XX")
         self.takes = parts.scheme.endswith("+rw")
         self._tls = parts.scheme.startswith("https")
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname, port
         self._sure = self._tls or parts.hostname in _LOOPBACK
         self._base = parts.path.rstrip("/")
-        where = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+        where = f"{parts.hostname}:{port}" if port else parts.hostname
         self.name = f"{parts.scheme}://{where}{self._base}"  # without the password
         self._headers = {"User-Agent": "k3dsl", "Accept-Encoding": "identity"}
         if parts.username is not None:

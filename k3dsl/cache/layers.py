@@ -5,7 +5,7 @@ user's folder. `http+rw://` and `https+rw://` also give it what was built here; 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from k3dsl.cache.entry import Entry, Manifest
 from k3dsl.cache.key import CompileKey
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import Trust
+from k3dsl.env import redacted
 from k3dsl.errors import ConfigError
 
 
@@ -72,9 +73,15 @@ class FolderLayer:
 
 def open_layers(specs: Sequence[str | os.PathLike[str]], *, shared: bool = False) -> list[Layer]:
     """The layers that `specs` name: absolute folders and http(s) URLs. Raises ConfigError with every bad one."""
+    if isinstance(specs, str) or not isinstance(specs, Iterable):
+        what = redacted(specs) if isinstance(specs, str) else specs
+        raise ConfigError(f"layers={what!r} must be a sequence of absolute folders and http(s) URLs")
     layers: list[Layer] = []
     problems = []
     for spec in specs:
+        if not isinstance(spec, str | os.PathLike):
+            problems.append(f"{spec!r} must be an absolute folder or an http(s) URL")
+            continue
         text = os.fspath(spec)
         try:
             if "://" in text:
@@ -86,7 +93,7 @@ def open_layers(specs: Sequence[str | os.PathLike[str]], *, shared: bool = False
             else:
                 problems.append(f"{text!r} must be an absolute folder or an http(s) URL")
         except (ValueError, RuntimeError) as error:
-            problems.append(f"{text!r} must be an absolute folder or an http(s) URL: {error}")
+            problems.append(f"{redacted(text)!r} must be an absolute folder or an http(s) URL: {error}")
     if problems:
         raise ConfigError.of("layers", problems)
     return layers

@@ -97,6 +97,23 @@ def test_describe_tells_value_and_origin() -> None:
     assert len(rows) == len(env.TABLE)
 
 
+def test_a_password_is_nowhere_shown(monkeypatch: Any) -> None:
+    layers = "https://user:s3cret@host:1/x:/b:http+rw://user:s3@cret@host"
+    rows = {name: value for name, value, _ in env.describe({"K3DSL_CACHE_LAYERS": layers})}
+    assert rows["K3DSL_CACHE_LAYERS"] == "https://host:1/x:/b:http+rw://host"
+    assert env.redacted("/a@b") == "/a@b"
+
+
+@pytest.mark.parametrize("url", ["https://user:s3cret@host:99999/x", "ftp://user:s3cret@host", "http://u:s3cret@",
+                                 "https://user:s3/cret@host", "http://user:s3cret@host/x?y"])  # fmt: skip
+def test_nor_in_the_error_for_a_bad_url(monkeypatch: Any, url: str) -> None:
+    monkeypatch.setenv("K3DSL_CACHE_LAYERS", url)
+    with pytest.raises(ConfigError, match=r"must be an absolute folder or an http\(s\) URL") as caught:
+        CompileCache()
+    assert "s3" not in str(caught.value)
+    assert "cret" not in str(caught.value)
+
+
 def test_the_log_level(monkeypatch: Any) -> None:
     log = logging.getLogger("k3dsl")
     handlers, level, propagate = list(log.handlers), log.level, log.propagate

@@ -171,3 +171,10 @@ def test_a_whole_cache_folder_serves_as_a_layer(root: Path, tmp_path: Path, buil
     CompileCache(root).get_or_build(make_key(), build)
     node = CompileCache(tmp_path / "node", layers=[root], frozen=True)
     assert node.get(make_key()).payload == payload_of(make_key())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layers", [5, "/a", "https://u:s3cret@host", [1], [b"/a"], Path("/a")])
+def test_what_is_no_list_of_layers_is_named(root: Path, layers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be (an|a sequence of) absolute folder") as caught:
+        CompileCache(root, layers=layers)
+    assert "s3cret" not in str(caught.value)
