@@ -397,13 +397,12 @@ def import_(
 def _remove(cache: "CompileCache", keys: "Iterable[CompileKey | str]", json: bool) -> None:
     removed: list[str] = []
     failed: list[dict[str, str]] = []
-    for key in keys:
-        digest = key if isinstance(key, str) else key.digest
+    for digest in dict.fromkeys(key if isinstance(key, str) else key.digest for key in keys):
         try:
-            if cache.remove(digest):
-                removed.append(digest)
-            else:
+            if not cache.remove(digest) and any(folder.paths_of(digest) for folder in cache.folders()):
                 failed.append({"digest": digest, "reason": "it is in a layer, which is only read"})
+            else:  # gone, perhaps by another process
+                removed.append(digest)
         except OSError as error:
             failed.append({"digest": digest, "reason": str(error)})
     if json:

@@ -14,7 +14,7 @@ import pytest
 from cache_tools import Builder, make_key, payload_of
 from typer.testing import CliRunner
 
-from k3dsl.cache import CompileCache
+from k3dsl.cache import CompileCache, store
 from k3dsl.cli import app, main
 
 prepare = import_module("k3dsl.preparing")
@@ -229,6 +229,32 @@ def test_rm(k3dsl: Callable[..., Run], full: CompileCache, tmp_path: Path, monke
     done = k3dsl("rm", make_key(8).digest, "--json")
     assert (done.code, done.json["removed"]) == (1, [])
     assert "layer" in done.json["failed"][0]["reason"]
+
+
+def test_rm_of_one_key_twice(k3dsl: Callable[..., Run], full: CompileCache) -> None:
+    done = k3dsl("rm", make_key(0).digest, make_key(0).digest[:20], "--json")
+    assert (done.code, done.json) == (0, {"removed": [make_key(0).digest], "failed": []})
+
+
+def test_what_another_process_removed_first_is_gone(
+    k3dsl: Callable[..., Run], full: CompileCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(full)
+    assert CompileCache(full.root).get(make_key(0)) is None
+    remove, delete = CompileCache.remove, store.delete
+
+    def late(cache: CompileCache, digest: Any) -> bool:
+        remove(CompileCache(cache.root), digest)
+        return remove(cache, digest)
+
+    def deleted(path: str) -> None:
+        delete(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(CompileCache, "remove", late)
+    monkeypatch.setattr(store, "delete", deleted)
+    done = k3dsl("clear", "--json")
+    assert (done.code, len(done.json["removed"]), done.json["failed"]) == (0, 3, [])
 
 
 def test_clear(k3dsl: Callable[..., Run], full: CompileCache, root: Path) -> None:
