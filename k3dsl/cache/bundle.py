@@ -163,9 +163,8 @@ def import_bundle(
     """The work of `CompileCache.import_bundle`."""
     folder = cache.writable_folder()
     if folder is None:
-        raise ConfigError(
-            f"a bundle needs a folder that can be written: {'; '.join(cache.degraded.values()) or cache.root}"
-        )
+        why = "; ".join(cache.degraded.values()) or f"this cache only reads {cache.root}"
+        raise ConfigError(f"a bundle needs a folder that can be written: {why}")
     targets = _targets(target)
     take: dict[str, Manifest] = {}
     imported: list[str] = []

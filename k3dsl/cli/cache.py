@@ -56,11 +56,12 @@ def ls(
 
     Example: k3dsl cache ls --target sm_90a --kernel mla_value
     """
-    entries = list(open_cache().entries())
-    wanted = _known(target, {entry.key.target for entry in entries})
+    cache = open_cache()
+    _must_read(cache, "no_folder")
+    wanted = _known(target, cache)
     entries = [
         entry
-        for entry in entries
+        for entry in cache.entries()
         if (wanted is None or entry.key.target in wanted) and kernel in (None, entry.key.kernel)
     ]
     if json:
@@ -185,7 +186,9 @@ def stats(json: Json = False) -> None:
     """
     from k3dsl.cache import COUNTERS
 
-    found = open_cache().stats()
+    cache = open_cache()
+    _must_read(cache, "no_folder")
+    found = cache.stats()
     if json:
         emit(dict(found))
         return
@@ -216,7 +219,9 @@ def verify(
     """
     import msgspec
 
-    report = open_cache().verify(recompile=recompile)
+    cache = open_cache()
+    _must_read(cache, "no_folder", "untrusted")
+    report = cache.verify(recompile=recompile)
     if json:
         emit(msgspec.to_builtins(report))
     else:
@@ -303,9 +308,8 @@ def clear(
     _must_write(cache, False)
     folder = cache.folder
     assert folder is not None
-    places = list(folder.places())
-    wanted = _known(target, {place.target for place in places})
-    places = [place for place in places if wanted is None or place.target in wanted]
+    wanted = _known(target, cache)
+    places = [place for place in folder.places() if wanted is None or place.target in wanted]
     if wanted is None:
         folder.sweep()
         folder.empty_quarantine()
@@ -348,7 +352,8 @@ def export(
     """
     import msgspec
 
-    report = open_cache().export(file, target=_split(target))
+    cache = open_cache()
+    report = cache.export(file, target=_known(target, cache))
     if json:
         emit(msgspec.to_builtins(report))
     else:
@@ -376,10 +381,14 @@ def import_(
 
     from k3dsl.preparing import detect_target
 
-    wanted = _split(target)
+    cache = open_cache()
+    wanted = _known(target, cache)
+    _must_write(cache, False)
+    if cache.writable_folder() is None:
+        raise OSError("; ".join(cache.degraded.values()))
     present = detect_target() if wanted is None else None
     chosen = wanted if present is None else str(present)
-    report = open_cache().import_bundle(file, target=chosen, sha256=sha256, accept=other_flavour)
+    report = cache.import_bundle(file, target=chosen, sha256=sha256, accept=other_flavour)
     if json:
         emit(msgspec.to_builtins(report))
         return
@@ -423,21 +432,27 @@ def _must_write(cache: "CompileCache", dry_run: bool) -> None:
         raise OSError("; ".join(cache.degraded.values()) or "there is no cache folder")
 
 
-def _known(text: str | None, there: set[str]) -> list[str] | None:
+def _must_read(cache: "CompileCache", *states: str) -> None:
+    """A folder that cannot be looked into must not look like an empty one."""
+    if why := [cache.degraded[state] for state in states if state in cache.degraded]:
+        raise OSError("; ".join(why))
+
+
+def _known(text: str | None, cache: "CompileCache") -> list[str] | None:
     """The targets named. Each must be one of ours or have entries: a typing error must not look like an empty cache."""
     from k3dsl.amd.keys import TARGET
     from k3dsl.nvidia.core import SERVED
 
-    names = _split(text)
-    known = {*SERVED, TARGET, *there}
-    for name in names or ():
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    known = {*SERVED, TARGET}
+    if not known.issuperset(names):
+        known |= {place.target for folder in cache.folders() for place in folder.places()}
+    for name in names or [text]:
         if name not in known:
             raise ConfigError(f"target={name!r} must be one of {', '.join(sorted(known))}")
     return names
-
-
-def _split(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _text(path: Any) -> str | None:

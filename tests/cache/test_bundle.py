@@ -402,6 +402,8 @@ def test_a_bundle_needs_a_place(file: Path, tmp_path: Path) -> None:
     for cache in (CompileCache("/proc/nowhere"), CompileCache(tmp_path / "ro", read_only=True)):
         with pytest.raises(ConfigError, match="folder that can be written"):
             cache.import_bundle(file)
+    with pytest.raises(ConfigError, match=f"this cache only reads {tmp_path / 'ro'}"):
+        CompileCache(tmp_path / "ro", read_only=True).import_bundle(file)
     with pytest.raises(FileNotFoundError):
         CompileCache(tmp_path / "n").import_bundle(tmp_path / "none")
 

@@ -88,14 +88,63 @@ def test_ls(k3dsl: Callable[..., Run], full: CompileCache) -> None:
     assert "4 entries, 120000 bytes" in text
 
 
-@pytest.mark.parametrize("command", ["ls", "clear"])
+@pytest.mark.parametrize("command", ["ls", "clear", "export", "import"])
+@pytest.mark.parametrize(("targets", "wrong"), [("sm_90a,sm_90", "sm_90"), ("", ""), (",", ",")])
 def test_a_target_that_nobody_knows_is_not_just_empty(
-    k3dsl: Callable[..., Run], full: CompileCache, command: str
+    k3dsl: Callable[..., Run], full: CompileCache, tmp_path: Path, command: str, targets: str, wrong: str
 ) -> None:
-    done = k3dsl(command, "--target", "sm_90a,sm_90")
-    assert done.code == 2
-    assert "target='sm_90' must be one of gfx950, sm_100a, sm_103a, sm_90a" in done.err
-    assert len(list(full.entries())) == 4
+    file = tmp_path / "kernels.k3b"
+    full.export(file)
+    before = file.read_bytes()
+    full.get_or_build(make_key(0, target="sm_80"), Builder())  # one with entries is known, whatever its name
+    arguments = [str(file)] if command in ("export", "import") else []
+    done = k3dsl(command, *arguments, "--target", targets)
+    assert (done.code, done.out) == (2, "")
+    assert f"target={wrong!r} must be one of gfx950, sm_100a, sm_103a, " in done.err
+    assert (len(list(full.entries())), file.read_bytes() == before) == (5, True)
+    if command != "clear":
+        assert k3dsl(command, *arguments, "--target", "sm_80").code == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "clear"])
+def test_a_file_in_the_place_of_the_folder_is_the_environments_fault(
+    k3dsl: Callable[..., Run], root: Path, command: str
+) -> None:
+    root.write_text("")
+    done = k3dsl(command, "--json")
+    assert (done.code, done.out, str(root) in done.err) == (3, "", True)
+
+
+def test_verify_says_nothing_of_a_folder_that_it_does_not_believe(
+    k3dsl: Callable[..., Run], full: CompileCache, root: Path
+) -> None:
+    root.chmod(0o777)
+    done = k3dsl("verify", "--json")
+    assert (done.code, done.out, "chmod go-w" in done.err) == (3, "", True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "spoil", "why"),
+    [("ro", None, "K3DSL_CACHE says so"), ("off", None, "K3DSL_CACHE says so"), ("", "chmod", "chmod go-w"),
+     ("", "file", "Not a directory"), ("", "parent", "cannot be written")],
+)  # fmt: skip
+def test_import_where_nothing_can_be_stored(
+    k3dsl: Callable[..., Run], full: CompileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    mode: str, spoil: str | None, why: str,
+) -> None:  # fmt: skip
+    file, node = tmp_path / "kernels.k3b", tmp_path / "node"
+    full.export(file)
+    if spoil == "chmod":
+        node.mkdir()
+        node.chmod(0o777)
+    elif spoil == "file":
+        node.write_text("")
+    elif spoil == "parent":
+        monkeypatch.setattr(store.Folder, "create", lambda _: (_ for _ in ()).throw(PermissionError(13, "Forbidden")))
+    monkeypatch.setenv("K3DSL_CACHE_DIR", str(node))
+    monkeypatch.setenv("K3DSL_CACHE", mode)
+    done = k3dsl("import", str(file), "--json")
+    assert (done.code, done.out, why in done.err) == (3, "", True)
 
 
 def test_ls_of_nothing(k3dsl: Callable[..., Run], root: Path) -> None:
