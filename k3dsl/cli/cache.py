@@ -9,7 +9,7 @@ import typer
 
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out, table
-from k3dsl.cli.entries import complete, disassemble, find, key_of, open_cache, other_flavour, params, row
+from k3dsl.cli.entries import complete, disassemble, find, key_of, open_cache, other_flavour, params, pin_of, row
 from k3dsl.env import age, size
 from k3dsl.errors import ConfigError, K3Error
 
@@ -322,13 +322,13 @@ def pin(
     off: Annotated[bool, typer.Option("--off", help="Take the pins away.")] = False,
     json: Json = False,
 ) -> None:
-    """Keeps entries from eviction.
+    """Keeps entries from eviction. Pins stay when their entries are removed: --off takes those away, too.
 
     Example: k3dsl cache pin 3fa9
     """
     cache = open_cache()
     _must_write(cache, False)
-    digests = [find(cache, prefix).digest for prefix in keys]
+    digests = [pin_of(cache, prefix) if off else find(cache, prefix).digest for prefix in keys]
     (cache.unpin if off else cache.pin)(digests)
     if cache.degraded:
         raise OSError("; ".join(cache.degraded.values()))

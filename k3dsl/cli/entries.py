@@ -64,6 +64,21 @@ def key_of(cache: "CompileCache", prefix: str) -> "CompileKey":
         return rejected[0]
 
 
+def pin_of(cache: "CompileCache", prefix: str) -> str:
+    """The digest of an entry, or of a pin that has outlived its entry."""
+    from k3dsl.cache.bound import pinned
+
+    try:
+        return find(cache, prefix).digest
+    except Missing:
+        found = sorted(d for d in (pinned(cache.folder) if cache.folder else ()) if d.startswith(prefix.lower()))
+        if len(found) > 1:
+            raise ConfigError(f"key={prefix!r} is the beginning of {len(found)} pins: {', '.join(found)}") from None
+        if not found:
+            raise
+        return found[0]
+
+
 def row(entry: "Entry") -> dict[str, Any]:
     manifest = entry.manifest
     return {

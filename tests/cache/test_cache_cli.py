@@ -356,6 +356,20 @@ def test_pin(k3dsl: Callable[..., Run], full: CompileCache) -> None:
     assert list(CompileCache(root).entries()) == []
 
 
+def test_a_pin_outlives_its_entry_and_can_be_taken_away(k3dsl: Callable[..., Run], full: CompileCache) -> None:
+    digests = [make_key(n).digest for n in (0, 1)]
+    assert k3dsl("pin", *digests).code == 0
+    assert k3dsl("rm", *digests).code == 0
+    full.pin(["ab" + "0" * 62, "ab" + "1" * 62])
+    done = k3dsl("pin", "--off", "ab")
+    assert (done.code, "is the beginning of 2 pins" in done.err) == (2, True)
+    assert k3dsl("pin", digests[0]).code == 1  # of entries alone
+    done = k3dsl("pin", "--off", digests[0][:20], digests[1].upper(), "ab0", "--json")
+    assert (done.code, done.json["unpinned"]) == (0, [*digests, "ab" + "0" * 62])
+    assert os.listdir(f"{full.root}/pins") == ["ab" + "1" * 62]
+    assert k3dsl("pin", "--off", digests[0]).code == 1
+
+
 def test_export_and_import(
     k3dsl: Callable[..., Run], full: CompileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
