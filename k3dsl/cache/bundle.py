@@ -90,6 +90,8 @@ class ImportReport(msgspec.Struct, frozen=True):
     present: list[str]
     """Was there already."""
     skipped: list[Skipped]
+    evicted: list[str] = []
+    """Was stored or there, and did not stay: the folder's bound is smaller than the bundle."""
 
 
 def export(
@@ -163,14 +165,16 @@ def import_bundle(
     """The work of `CompileCache.import_bundle`."""
     folder = cache.writable_folder()
     if folder is None:
-        why = "; ".join(cache.degraded.values()) or f"this cache only reads {cache.root}"
-        raise ConfigError(f"a bundle needs a folder that can be written: {why}")
+        states = "; ".join(cache.degraded.values()) or f"this cache only reads {cache.root}"
+        raise ConfigError(f"a bundle needs a folder that can be written: {states}")
     targets = _targets(target)
     take: dict[str, Manifest] = {}
     imported: list[str] = []
     present: list[str] = []
     skipped: list[Skipped] = []
     with open(path, "rb") as file:
+        if not file.seekable():
+            raise ConfigError(f"{path} must be a file, not a pipe: all of it is checked before any of it is taken")
         found = _file_hash(file)
         if sha256 is not None and found != sha256.lower():
             raise BundleError(f"{path} has sha256 {found}, not {sha256}")
@@ -192,7 +196,15 @@ def import_bundle(
                     # Another import may have been faster.
                     (imported if folder.publish(manifest, payload) else present).append(manifest.digest)
     cache.imported(len(imported))
-    return ImportReport(os.path.abspath(path), found, sorted(imported), sorted(present), skipped)
+    evicted = {digest for digest in (*imported, *present) if not folder.paths_of(digest)}
+    return ImportReport(
+        os.path.abspath(path),
+        found,
+        sorted({*imported} - evicted),
+        sorted({*present} - evicted),
+        skipped,
+        sorted(evicted),
+    )
 
 
 def _unpack_file(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[Manifest, bytes]]:

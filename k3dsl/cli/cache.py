@@ -373,7 +373,7 @@ def import_(
     """Takes the entries of a bundle after all of it was checked; what cannot run here is skipped, with a reason.
 
     On a machine with a GPU only its target is taken, unless --target says otherwise. Exit 1 if the bundle is forged,
-    damaged or truncated: then nothing of it is kept.
+    damaged or truncated: then nothing of it is kept; and if K3DSL_CACHE_MAX_BYTES is too small for all of it to stay.
 
     Example: k3dsl cache import kernels.k3b
     """
@@ -391,16 +391,22 @@ def import_(
     report = cache.import_bundle(file, target=chosen, sha256=sha256, accept=other_flavour)
     if json:
         emit(msgspec.to_builtins(report))
-        return
-    view = table("Skipped", "entries", "target", "reason", right=("entries",))  # each by its key: --json
-    for (skipped, reason), count in Counter((item.target, item.reason) for item in report.skipped).items():
-        view.add_row(str(count), skipped, reason)
-    if view.row_count:
-        out().print(view)
-    out().print(
-        f"{len(report.imported)} imported, {len(report.present)} were there, {len(report.skipped)} skipped; "
-        f"sha256 {report.sha256}"
-    )
+    else:
+        view = table("Skipped", "entries", "target", "reason", right=("entries",))  # each by its key: --json
+        for (skipped, reason), count in Counter((item.target, item.reason) for item in report.skipped).items():
+            view.add_row(str(count), skipped, reason)
+        if view.row_count:
+            out().print(view)
+        out().print(
+            f"{len(report.imported)} imported, {len(report.present)} were there, {len(report.skipped)} skipped; "
+            f"sha256 {report.sha256}"
+        )
+    if report.evicted:
+        why = "another process removed them"
+        if cache.max_bytes is not None:
+            why = f"the bound of the folder is {cache.max_bytes} bytes"
+        err().print(f"{len(report.evicted)} did not stay: {why}")
+        raise typer.Exit(FINDING)
 
 
 def _remove(cache: "CompileCache", keys: "Iterable[CompileKey | str]", json: bool) -> None:

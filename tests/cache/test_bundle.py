@@ -398,6 +398,28 @@ def test_a_corrupt_entry_is_replaced_by_the_bundles(source: CompileCache, node: 
     assert CompileCache(node.root).get(KEYS[0]).payload == payload_of(KEYS[0])  # type: ignore[union-attr]
 
 
+def test_what_did_not_stay_is_not_imported(file: Path, tmp_path: Path) -> None:
+    """Nor is what was there before and had to make room."""
+    one = CompileCache(tmp_path / "node")
+    one.get_or_build(KEYS[0], Builder())
+    size = one.stats()["bytes"]
+    del one
+    report = CompileCache(tmp_path / "node", max_bytes=size * 3 // 2).import_bundle(file)
+    there = [entry.digest for entry in CompileCache(tmp_path / "node").entries()]
+    assert (len(there), sorted([*report.imported, *report.present])) == (1, there)
+    assert sorted([*report.evicted, *there]) == sorted(key.digest for key in KEYS)
+
+
+def test_a_pipe_is_no_bundle(file: Path, node: CompileCache) -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match="must be a file, not a pipe"):
+            node.import_bundle(f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
+
+
 def test_a_bundle_needs_a_place(file: Path, tmp_path: Path) -> None:
     for cache in (CompileCache("/proc/nowhere"), CompileCache(tmp_path / "ro", read_only=True)):
         with pytest.raises(ConfigError, match="folder that can be written"):

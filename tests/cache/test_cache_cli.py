@@ -407,6 +407,19 @@ def test_import_on_a_machine_with_a_gpu(
     assert len(k3dsl("import", file, "--target", "sm_90a", "--json").json["imported"]) == 3
 
 
+def test_import_under_a_bound_that_is_too_small(
+    k3dsl: Callable[..., Run], full: CompileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full.export(tmp_path / "kernels.k3b")
+    monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path / "node"))
+    monkeypatch.setenv("K3DSL_CACHE_MAX_BYTES", "100K")
+    done = k3dsl("import", str(tmp_path / "kernels.k3b"), "--json")
+    there = {entry.digest for entry in CompileCache(tmp_path / "node").entries()}
+    assert (done.code, set(done.json["imported"])) == (1, there)
+    assert len(done.json["evicted"]) == 4 - len(there) > 0
+    assert "did not stay: the bound of the folder is 102400 bytes" in done.err
+
+
 def test_import_of_another_flavour(
     k3dsl: Callable[..., Run], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
