@@ -1,7 +1,9 @@
 """`k3dsl bench`: the questions of tools/bench, asked on the device present."""
 
+import errno
 import importlib.util
 import json as jsonlib
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +44,9 @@ def bench(
     if plot is not None and mute:
         raise ConfigError(f"--plot: there is no picture of {', '.join(mute)}")
     on_stdout = json is not None and str(json) == "-"
+    for file in [plot, None if on_stdout else json]:
+        if file is not None:
+            _writable(file)
     documents: dict[str, Any] = {}
     for name, module in questions.items():
         documents[name] = module.run(against=against, commit=commit, quick=quick)
@@ -54,6 +59,16 @@ def bench(
         emit(documents)
     elif json is not None:
         json.write_text(jsonlib.dumps(documents, indent=2) + "\n")
+
+
+def _writable(file: Path) -> None:
+    """Raises OSError, before minutes of measuring, where the results could not be written to `file`."""
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not file.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder to write results to", str(file.parent))
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def question(name: str) -> Any:

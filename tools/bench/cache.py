@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from k3dsl.cache import CompileCache
+from k3dsl.errors import ConfigError
 
 from . import harness
 from .cache_faults import faults, worker
@@ -161,8 +162,17 @@ def _for_ever(root: Path, generator: random.Random) -> None:
         cache.remove(key_of(generator.randrange(12)))
 
 
+def _versions(python: str) -> dict[str, str]:
+    try:
+        return faults.versions(python)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        needed = "triton, quack-kernels and nvidia-cutlass-dsl"
+        raise ConfigError(f"against={python!r} must be the Python of an environment with {needed}") from None
+
+
 def run(against: str | None = None, commit: str | None = None, quick: bool = False) -> dict[str, Any]:
     """All figures, with the conditions."""
+    versions = _versions(against) if against is not None else None
     with tempfile.TemporaryDirectory(prefix="k3dsl-bench-cache-") as name:
         place = Path(name)
         figures = {**lookups(place), **deployment(place, 5 if quick else 15)}
@@ -181,8 +191,8 @@ def run(against: str | None = None, commit: str | None = None, quick: bool = Fal
             "kills": kills(place, 20 if quick else 200),
         }
     subjects = [faults.OURS, *(faults.rivals(against) if against else [])]
-    if against:
-        document["conditions"]["against"] = faults.versions(against)
+    if versions:
+        document["conditions"]["against"] = versions
     document["faults"] = faults.observe(subjects, quick)
     document["ours_red"] = sum(
         faults.is_red(word) for counts in document["faults"]["k3dsl"].values() for word in counts
