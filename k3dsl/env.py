@@ -23,6 +23,8 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+#: Bytes that no disk has.
+_MOST: Final = 2.0**63
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 #: A colon that separates two layers: before a path or another URL, not before // or a port.
 _BETWEEN: Final = re.compile(r":(?=/(?!/)|~|https?(?:\+rw)?://|$)")
@@ -52,9 +54,10 @@ class Settings:
 def size(text: str) -> int:
     """Bytes in `text`: a number with an optional K, M, G or T (powers of 1024)."""
     match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise ValueError("a number of bytes, with K, M, G or T if you like: 500M, 20G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    count = float(match[1]) * _UNITS[match[2].upper()] if match else _MOST
+    if count >= _MOST:
+        raise ValueError("a number of bytes below 2^63, with K, M, G or T if you like: 500M, 20G")
+    return int(count)
 
 
 def age(text: str) -> float:

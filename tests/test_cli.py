@@ -146,6 +146,18 @@ def test_plan_file_and_options_over_it(capsys, tmp_path, compilers):
         ("tp = \n", "plan.toml"),
         ('model = "gpt"\n', "model='gpt' must be one of kimi-k3"),
         ("tp = 4\n", "tp=4"),
+        ('model = ["kimi-k3"]\n', "model=['kimi-k3'] must be one of kimi-k3"),
+        ('target = [["sm_90a"]]\n', "target=[['sm_90a']] must be a target or several"),
+        ("target = []\n", "target=[] must be a target or several"),
+        ("target = 90\n", "target='90' must be one of"),
+        ('batches = [["1"]]\n', "batches: ['1'] must be an int"),
+        ("queries = {}\n", "queries={}: '{}' must be a number"),
+        ('epilogues = [["bf16"]]\n', "epilogues: ['bf16'] must be one of"),
+        ('kv_format = ["fp8"]\n', "kv_format=['fp8'] must be one of"),
+        ('core = ["hopper"]\n', "core=['hopper'] must be auto or one of"),
+        ('host = ["x86-64"]\n', "host=['x86-64'] must be one of"),
+        ('p_dtype = ["f16"]\n', "p_dtype=['f16'] must be"),
+        ("tp = [8]\n", "tp=[8]"),
     ],
 )
 def test_bad_plan_files_are_wrong_usage(capsys, tmp_path, text, message):
@@ -178,6 +190,13 @@ def test_numbers():
         (("nothing",), 2, ""),
         (("bench", "--what", "colour"), 2, "colour must be among layer, host, core, epilogue, cache"),
         (("demo", "--q", "9"), 2, ""),
+        (("demo", "--seed", "9" * 30), 2, ""),
+        (("demo", "--page-size", "99999999999"), 2, ""),
+        (("demo", "--steps", "99999999999"), 2, ""),
+        (("cache", "prune", "--max-bytes", "9" * 400), 2, "must be a number of bytes below 2^63"),
+        (("bench", "--what", "cache", "--against", "/nowhere/python"), 2, "must be the Python of an environment"),
+        (("bench", "--what", "cache", "--against", "/bin/false"), 2, "must be the Python of an environment"),
+        (("bench", "--what", "cache", "--against", "/bin/true"), 2, "must be the Python of an environment"),
     ],
 )
 def test_wrong_usage_is_2_with_nothing_on_stdout(capsys, arguments, code, message):
@@ -290,3 +309,41 @@ def test_an_interrupted_warmup_says_how_far_it_came(capsys, monkeypatch, compile
     )
     assert (code, said) == (130, "")
     assert "interrupted: 1 of 4 keys ready" in error
+
+
+@pytest.mark.parametrize(("stream", "code", "says"), [("stdout", 3, "standard output is closed"), ("stderr", 1, "")])
+def test_a_stream_that_is_closed(capsys, monkeypatch, stream, code, says):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, None)
+        with pytest.raises(SystemExit) as end:
+            main(["cache", "show", "ff", "--json"])
+    assert (end.value.code, says in capsys.readouterr().err) == (code, True)
+
+
+def test_doctor_says_all_that_is_wrong_with_a_plan(capsys, tmp_path):
+    (tmp_path / "plan.toml").write_text('target = "sm_90a"\nbatches = [99]\nkv_format = "fp7"\n')
+    code, out, _ = k3dsl(capsys, "doctor", "--plan", str(tmp_path / "plan.toml"), "--json")
+    [found] = [check["found"] for check in json.loads(out)["checks"] if check["name"] == "kernels"]
+    assert code == 1
+    assert "batches: 99 must be" in found
+    assert "kv_format='fp7' must be" in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize(("place", "says"), [("none/o.png", "no such folder"), ("", "Is a directory")])
+def test_bench_measures_nothing_that_it_cannot_write(capsys, monkeypatch, tmp_path, option, place, says):
+    from k3dsl.cli import bench
+
+    class Question:
+        @staticmethod
+        def plot(document, file):
+            raise AssertionError
+
+        @staticmethod
+        def run(**_):
+            raise AssertionError("it was measured")
+
+    monkeypatch.setattr(bench, "question", lambda name: Question)
+    code, out, err = k3dsl(capsys, "bench", "--what", "layer", option, str(tmp_path / place))
+    assert (code, out, says in err) == (3, "", True)

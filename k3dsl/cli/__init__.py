@@ -1,5 +1,7 @@
 """The `k3dsl` command: one file a command, which prints and never decides."""
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -43,7 +45,11 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process: 0 done, 1 a finding, 2 wrong usage, 3 the environment."""
+    if sys.stderr is None:  # closed by the caller: what is said there is for nobody
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "standard output is closed")
         app(args=None if arguments is None else list(arguments), prog_name="k3dsl")
     except (K3Error, OSError) as error:
         sys.exit(report(error))

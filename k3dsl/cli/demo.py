@@ -25,14 +25,14 @@ def demo(
     target: Annotated[
         str | None, typer.Option(help="sm_90a, gfx950, reference, ...", show_default="that of the GPU, else reference")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, max=2**16, help="Decode steps.")] = 8,
     layers: Annotated[int, typer.Option(min=1, max=24, help="Layers of the stack.")] = 2,
     kv_format: Annotated[str, typer.Option("--kv-format", help="fp8, bf16; on reference also fp8_ds_mla.")] = "fp8",
     q: Annotated[int, typer.Option("--q", min=1, max=8, help="Tokens of a request in a step.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 8 (12 heads) or 16 (6 heads).")] = 8,
-    page_size: Annotated[int, typer.Option(help="Tokens of a cache page.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a cache page.")] = 64,
     replays: Annotated[int, typer.Option(min=0, help="Replays of the last step that must be bit-equal.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights, caches and rows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of weights, caches and rows.")] = 0,
     json: Json = False,
 ) -> None:
     """Prepares a stack of layers, captures it, decodes N steps and compares every step with the reference.

@@ -213,7 +213,7 @@ def kernels(plan: Path | None) -> list[Finding]:
                 checks.append(Finding(f"kernels {target}", status, f"not ready: {text}", todo))
         return checks
     except K3Error as error:
-        return [Finding("kernels", "warn" if plan is None else "bad", str(error).splitlines()[0])]
+        return [Finding("kernels", "warn" if plan is None else "bad", str(error).replace("\n", ""))]
 
 
 def _targets() -> list[str]:

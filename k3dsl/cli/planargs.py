@@ -100,7 +100,7 @@ class PlanArguments:
         given = dict(_read(self.plan) if self.plan is not None else {})
         given |= {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
         model = given.pop("model", "kimi-k3")
-        if model not in MODELS:
+        if not isinstance(model, str) or model not in MODELS:
             raise ConfigError(f"model={model!r} must be one of {', '.join(MODELS)}")
         dims = MODELS[model](given.pop("tp", 8))
         for name in ("batches", "queries"):
@@ -112,6 +112,8 @@ class PlanArguments:
         if targets is None:
             targets = _present()
         names = targets if isinstance(targets, list) else [t.strip() for t in str(targets).split(",")]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"target={targets!r} must be a target or several, e.g. sm_90a,sm_100a")
         return [Deployment(dims, target=name, **given) for name in dict.fromkeys(names)]
 
 

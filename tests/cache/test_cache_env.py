@@ -66,6 +66,8 @@ def test_ages(text: str, seconds: float) -> None:
         ("K3DSL_CACHE", "readonly"),
         ("K3DSL_CACHE_MAX_BYTES", "lots"),
         ("K3DSL_CACHE_MAX_BYTES", "-1"),
+        ("K3DSL_CACHE_MAX_BYTES", "9" * 400),
+        ("K3DSL_CACHE_MAX_BYTES", "99999999T"),
         ("K3DSL_CACHE_DIR", "relative/folder"),
         ("K3DSL_LOG", "loud"),
         ("K3DSL_CACHE_LAYERS", "relative"),
