@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3dsl.checks import cache_problems, not_prepared, require, step_problems
+from k3dsl.checks import (
+    cache_problems,
+    metadata_problems,
+    not_prepared,
+    place,
+    require,
+    step_problems,
+    tensor_problems,
+)
 from k3dsl.deployment import Deployment
 from k3dsl.errors import ConfigError
 from k3dsl.reference import decode_layer, pad_metadata
@@ -49,11 +57,20 @@ class PreparedReference:
         totals: Tensor | None = None,
         q: int = 1,
     ) -> None:
-        """One step of the layer for B = R * q rows. Raises NotPrepared for a (B, q) that is not in `shapes`."""
+        """One step of the layer for B = R * q rows. Raises NotPrepared for a (B, q) that is not in `shapes`.
+
+        Raises ConfigError, with nothing written, for what the kernels refuse and for slots, lengths and pages that do
+        not exist, which they cannot see.
+        """
+        given = {"block_table": block_table, "lengths": lengths}
+        require(
+            "run", tensor_problems({"totals": totals}, projected=projected, out=out, cache=cache, slots=slots, **given)
+        )
         rows = projected.shape[0]
-        if (rows, q) not in self._prepared:
+        if type(q) is not int or (rows, q) not in self._prepared:
             raise not_prepared(self.shapes, rows, q)
         bound_cache(self._cache, cache)
+        require("run", metadata_problems(totals=totals, **given))
         block_table, lengths = pad_metadata(rows // q, block_table, lengths)
         require(
             "run",
@@ -69,6 +86,7 @@ class PreparedReference:
                 lengths=lengths,
             ),
         )
+        require("run", range_problems(cache, slots[:rows], block_table[: rows // q], lengths[: rows // q]))
         decode_layer(
             projected, self._attention, cache, slots[:rows], block_table, lengths, q, self._plan.kv_format, out=out
         )
@@ -78,8 +96,25 @@ def bound_cache(bound: Tensor | None, cache: Tensor) -> None:
     """Raises ConfigError unless `cache` is the tensor that prepare_cache bound, or another view of the same memory."""
     if bound is None:
         raise ConfigError("run: no cache is bound, call prepare_cache(kv_cache) first")
-    if cache is not bound and (cache.data_ptr() != bound.data_ptr() or cache.stride() != bound.stride()):
+    if cache is not bound and place(cache) != place(bound):
         raise ConfigError(
             f"run: cache starts at {cache.data_ptr():#x} with strides {list(cache.stride())}, prepared was "
             f"{bound.data_ptr():#x} with {list(bound.stride())}: call prepare_cache(kv_cache) when the cache moves"
         )
+
+
+def range_problems(cache: Tensor, slots: Tensor, block_table: Tensor, lengths: Tensor) -> list[str]:
+    """The slots, lengths and pages in use that do not exist. Reads values: for a layer that is in no hurry."""
+    pages, page = cache.shape[:2]
+    width = block_table.shape[1]
+    used = torch.arange(width, device=lengths.device) * page < lengths[:, None]
+    bad = {
+        f"slots: {{}} must be below {pages * page}: {pages} pages of {page}": slots[slots >= pages * page],
+        f"lengths: {{}} must be from 0 to {width * page}: {width} pages of {page}": lengths[
+            (lengths < 0) | (lengths > width * page)
+        ],
+        f"block_table: page {{}} of a request must be from 0 to {pages - 1}": block_table[
+            used & ((block_table < 0) | (block_table >= pages))
+        ],
+    }
+    return [text.format(wrong.tolist()[0]) for text, wrong in bad.items() if len(wrong)]

@@ -139,6 +139,41 @@ def test_reference_layer_refuses_what_the_kernels_refuse(reference):
         unbound.run(one.projected, one.out, cache=one.cache, **step)
 
 
+BAD_STEPS = {
+    "projected": (None, torch.zeros(())),
+    "out": (None, torch.zeros(())),
+    "cache": (None, [1]),
+    "slots": (None, torch.zeros(2, dtype=torch.int64), torch.tensor([1 << 40, -1, -1, -1])),
+    "block_table": (None, torch.zeros(4, dtype=torch.int32), torch.full((4, 9), 1 << 30, dtype=torch.int32),
+                    torch.full((4, 9), -1, dtype=torch.int32)),
+    "lengths": ([1, 2], torch.zeros((), dtype=torch.int32), torch.tensor([1, 2, 1 << 30, 3], dtype=torch.int32),
+                torch.tensor([1, 2, -1, 3], dtype=torch.int32)),
+    "totals": ([1], torch.zeros(4, 1, dtype=torch.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_STEPS.items() for value in values])
+def test_reference_layer_writes_nothing_where_a_step_is_wrong(reference, name, value):
+    layer, stack = reference
+    one = stack.layers[0]
+    step = {"projected": one.projected, "out": one.out, "cache": one.cache, "slots": stack.slots,
+            "block_table": stack.block_table, "lengths": stack.lengths}  # fmt: skip
+    before = one.cache.clone(), bits(one.out).clone()
+    with pytest.raises(ConfigError, match=f"{name}( is|:| has) "):
+        layer.run(**{**step, name: value})
+    assert torch.equal(one.cache, before[0])
+    assert torch.equal(bits(one.out), before[1])
+
+
+@pytest.mark.parametrize("q", [True, None, "1", 1.0, [1]])
+def test_reference_layer_takes_an_int_for_q(reference, q):
+    layer, stack = reference
+    one = stack.layers[0]
+    step = {"slots": stack.slots, "block_table": stack.block_table, "lengths": stack.lengths}
+    with pytest.raises(NotPrepared, match="must be a multiple of q="):
+        layer.run(one.projected, one.out, cache=one.cache, **step, q=q)
+
+
 def test_weights_of_another_model_are_refused():
     with pytest.raises(ConfigError, match=r"W_UK_T is bfloat16 \[6, 128, 512\], must be bfloat16 \[12, 128, 512\]"):
         prepare(Deployment(MlaDims.kimi_k3(8), target="reference"), MlaWeights.random(DIMS))
