@@ -159,6 +159,16 @@ def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tens
     return bad
 
 
+def torch_device(device: "torch.device | str | int | None") -> "torch.device | None":
+    """What `device` names; a number is a CUDA device. Raises ConfigError where torch knows no such device."""
+    if device is None:
+        return None
+    try:
+        return torch.device("cuda", device) if type(device) is int else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device={device!r} must be a device of torch, such as cpu, cuda or cuda:0") from None
+
+
 def require(what: str, problems: list[str]) -> None:
     """ConfigError with every line of `problems`, if there is one."""
     if problems:

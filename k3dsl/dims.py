@@ -39,7 +39,7 @@ class MlaDims:
     @classmethod
     def kimi_k3(cls, tp: int = 8) -> "MlaDims":
         """Kimi-K3 (96 heads) on `tp` tensor-parallel ranks: 12 heads a rank at tp=8, 6 at tp=16."""
-        if tp not in (8, 16):
+        if type(tp) is not int or tp not in (8, 16):
             raise ConfigError(f"tp={tp!r}: Kimi-K3's decode layers are served at tp 8 (12 heads) and tp 16 (6 heads)")
         return cls(heads=96 // tp)
 

@@ -83,6 +83,18 @@ def prepare(
     Layers on one device share executables and scratch memory, so their runs must be ordered, as on one stream. Raises
     ConfigError for weights that do not fit the plan or a device of another target, CaptureError inside a capture.
     """
+    from k3dsl.checks import require, torch_device
+    from k3dsl.nvidia.metadata import parity_problems
+
+    if not isinstance(plan, Deployment):
+        raise ConfigError(f"plan={plan!r} must be a Deployment")
+    bad = parity_problems(parity)
+    if cache is not None:
+        bad += _no_cache(cache)
+    if dcp is not None and plan.target not in _NVIDIA:
+        bad.append(f"dcp={dcp!r} must be None on {plan.target}, which takes no box")
+    require("prepare", bad)
+    device = torch_device(device)
     if plan.target == REFERENCE:
         from k3dsl.prepared_reference import PreparedReference
 
@@ -94,6 +106,21 @@ def prepare(
     from k3dsl.nvidia.prepare import prepare_layer
 
     return prepare_layer(plan, attention, cache=cache, device=device, dcp=dcp, parity=parity)
+
+
+def _plans(plan: "Deployment | Iterable[Deployment]") -> list[Deployment]:
+    """The plan, or the plans. Raises ConfigError for anything else."""
+    plans = list(plan) if isinstance(plan, Iterable) else [plan]
+    wrong = [one for one in plans if not isinstance(one, Deployment)]
+    if wrong:
+        raise ConfigError(f"plan={wrong[0]!r} must be a Deployment")
+    return plans
+
+
+def _no_cache(cache: Any) -> list[str]:
+    from k3dsl.cache import CompileCache
+
+    return [] if isinstance(cache, CompileCache) else [f"cache={cache!r} must be a CompileCache"]
 
 
 def builder_for(key: "CompileKey") -> "Build | None":
@@ -151,9 +178,12 @@ def warmup(
     means that it is there and loads. A key that fails is reported and the others go on. On Ctrl-C the compilers are
     ended and the cache is as if the unfinished keys had not been begun.
     """
-    plans = [plan] if isinstance(plan, Deployment) else list(plan)
+    plans = _plans(plan)
+    bad = _no_cache(cache)
     if type(jobs) is not int or jobs < 1:
-        raise ConfigError(f"jobs={jobs!r} must be a positive int")
+        bad.append(f"jobs={jobs!r} must be a positive int")
+    if bad:
+        raise ConfigError.of("warmup", bad)
     guard("warmup()")
     keys = list(dict.fromkeys(key for one in plans for key in one.keys()))  # noqa: SIM118 - a method, not a dict's
     return _Warmup(cache, keys, progress).run(min(jobs, max(len(keys), 1)))
@@ -161,8 +191,7 @@ def warmup(
 
 def lacking(plan: "Deployment | Iterable[Deployment]", cache: "CompileCache") -> list[str]:
     """What must be installed before a warm-up can build all that `cache` does not have; [] where nothing is amiss."""
-    plans = [plan] if isinstance(plan, Deployment) else list(plan)
-    absent = [key for one in plans for key in Deployment.keys(one) if key not in cache]
+    absent = [key for one in _plans(plan) for key in Deployment.keys(one) if key not in cache]
     amd = [key for key in absent if Target(key.target).vendor == "amd"]
     return _lacking_nvidia([key for key in absent if key not in amd]) + (_lacking_amd() if amd else [])
 

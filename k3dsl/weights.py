@@ -57,12 +57,15 @@ class MlaWeights:
         """
         rows = dims.heads * (dims.nope + dims.v)
         bad = []
-        if tuple(kv_b.shape) != (rows, dims.kv_lora) or not kv_b.is_contiguous():
+        if not isinstance(kv_b, Tensor):
+            bad.append(f"kv_b is {type(kv_b).__name__}, must be bfloat16 {[rows, dims.kv_lora]}")
+        elif tuple(kv_b.shape) != (rows, dims.kv_lora) or not kv_b.is_contiguous():
             bad.append(
                 f"kv_b is {_name(kv_b.dtype)} {list(kv_b.shape)} with strides {list(kv_b.stride())}, "
                 f"must be bfloat16 {[rows, dims.kv_lora]} and contiguous"
             )
-        for name, number in (("q_scale", q_scale), ("k_scale", k_scale)):
+        optional = {name: number for name, number in (("scale", scale), ("eps", eps)) if number is not None}
+        for name, number in {"q_scale": q_scale, "k_scale": k_scale, **optional}.items():
             if not _positive(number):
                 bad.append(f"{name}={number!r} must be a positive number")
         if bad:
@@ -99,6 +102,8 @@ class MlaWeights:
         Each matrix has a standard deviation of 1 / sqrt(inputs), so that for projected rows of unit variance queries,
         keys and values keep unit variance: logits have a standard deviation near 1, absorbed queries near 0.5.
         """
+        if type(seed) is not int or not 0 <= seed < 2**64:
+            raise ConfigError(f"seed={seed!r} must be an int from 0 to 2^64 - 1")
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:

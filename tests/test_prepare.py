@@ -181,6 +181,34 @@ def test_weights_of_another_model_are_refused():
         prepare(Deployment(DIMS, target="reference"), object())
 
 
+@pytest.mark.parametrize("target", ["reference", "sm_90a"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "bogus"}, "device='bogus' must be a device of torch"),
+        ({"device": "cuda:x"}, "device='cuda:x' must be"),
+        ({"device": 1.5}, "device=1.5 must be"),
+        ({"cache": "x"}, "cache='x' must be a CompileCache"),
+        ({"parity": 9}, "parity=9 must be 0 or 1"),
+        ({"dcp": 5}, "dcp=5 must be None|the box has None"),
+    ],
+)
+def test_prepare_refuses_what_it_does_not_know(target, options, says):
+    with pytest.raises(ConfigError, match=says):
+        prepare(Deployment(DIMS, target=target), MlaWeights.random(DIMS), **options)
+
+
+@pytest.mark.parametrize("plan", [None, "sm_90a", [PLAN, PLAN]])
+def test_prepare_takes_one_deployment(plan):
+    with pytest.raises(ConfigError, match="must be a Deployment"):
+        prepare(plan, MlaWeights.random(DIMS))
+
+
+def test_a_number_is_a_cuda_device():
+    with pytest.raises(ConfigError, match="W_UK_T is on cpu, must be on cuda:0"):
+        prepare(Deployment(DIMS, target="reference"), MlaWeights.random(DIMS), device=0)
+
+
 def test_a_gpu_layer_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -331,6 +359,15 @@ def test_an_entry_that_nobody_can_read_is_not_ready(tmp_path, compilers, monkeyp
     assert "Permission denied" in report.failures[0][1]
     assert (report.hit, report.built) == (report.keys - 1, 0)
     assert cache.get(key).path is None
+
+
+def test_warmup_takes_deployments_and_a_cache(tmp_path):
+    for plan in ("x", None, [PLAN, "x"]):
+        with pytest.raises(ConfigError, match="must be a Deployment"):
+            warmup(plan, CompileCache(tmp_path))
+    for cache in (None, tmp_path):
+        with pytest.raises(ConfigError, match=r"cache=.* must be a CompileCache"):
+            warmup(PLAN, cache)
 
 
 def test_warmup_refuses_bad_jobs_and_captures(tmp_path, monkeypatch):

@@ -155,3 +155,20 @@ def test_from_kv_b_refuses(change, says):
 
 def test_public_name():
     assert k3dsl.MlaWeights is MlaWeights
+
+
+def test_from_kv_b_names_what_is_no_tensor_or_number():
+    with pytest.raises(ConfigError, match=r"(?s)4 problems.*kv_b is NoneType.*q_scale='1'.*scale='x'.*eps=0"):
+        MlaWeights.from_kv_b(DIMS, q_b=None, kv_b=None, q_a_norm=None, kv_a_norm=None, q_scale="1", scale="x", eps=0)
+
+
+@pytest.mark.parametrize("seed", ["x", -1, 1 << 64, 1.0, None])
+def test_random_takes_a_seed_of_64_bits(seed):
+    with pytest.raises(ConfigError, match=r"seed=.* must be an int from 0"):
+        MlaWeights.random(DIMS, seed=seed)
+
+
+@pytest.mark.parametrize("tp", [8.0, "8", True, 4])
+def test_ranks_are_an_int(tp):
+    with pytest.raises(ConfigError, match=f"tp={tp!r}: "):
+        MlaDims.kimi_k3(tp)

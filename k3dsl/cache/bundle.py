@@ -343,7 +343,12 @@ def _doubt(cache: "CompileCache", file: IO[bytes]) -> str | None:
 
 
 def _targets(target: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if target is None else (target,) if isinstance(target, str) else tuple(target)
+    if target is None:
+        return None
+    names = tuple(target) if isinstance(target, Iterable) and not isinstance(target, str) else (target,)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"target={target!r} must be a target or several")
+    return names
 
 
 def _file_hash(file: IO[bytes]) -> str:

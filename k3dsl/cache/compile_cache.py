@@ -1,7 +1,9 @@
 """The cache that users hold: memory, one folder, layers, and at last a build, each key built once."""
 
 import contextlib
+import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -63,8 +65,8 @@ class CompileCache:
     ) -> None:
         settings = env.settings()
         self.max_bytes = max_bytes if max_bytes is not None else settings.max_bytes
-        if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
-            raise ConfigError(f"max_bytes={self.max_bytes!r} must be an int of at least 0, or None for no bound")
+        _check_bytes(self.max_bytes)
+        _check_seconds("lock_timeout", lock_timeout)
         off = settings.mode == "off"
         self.read_only = read_only or off or settings.mode == "ro"
         self.lock_timeout = lock_timeout
@@ -107,6 +109,8 @@ class CompileCache:
         What `build` raises comes through, and nothing is stored. Raises CacheMiss once the cache is sealed, and
         CaptureError instead of building inside a stream capture.
         """
+        if not callable(build):
+            raise ConfigError(f"build={build!r} must be a function that makes a Built of a key")
         entry = self._find(key)
         if entry is not None:
             return entry
@@ -140,10 +144,13 @@ class CompileCache:
 
         What a warm-up asks after a build: that it is stored and sound, not merely that it was built.
         """
+        _check_key(key)
         return self._from_disk(key) or self._from_layers(key)
 
-    def __contains__(self, key: CompileKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         """Whether `get` would find `key` without asking a server. Counts nothing, checks no payload, never raises."""
+        if not isinstance(key, CompileKey):
+            return False
         return key.digest in self._memory or any(folder.has(key) for folder in self.folders())
 
     def seal(self) -> None:
@@ -173,8 +180,7 @@ class CompileCache:
     # How a key is found
 
     def _find(self, key: CompileKey) -> Entry | None:
-        if not isinstance(key, CompileKey):
-            raise ConfigError(f"key={key!r} must be a CompileKey")
+        _check_key(key)
         return self._from_memory(key) or self._from_disk(key) or self._from_layers(key)
 
     def _from_memory(self, key: CompileKey) -> Entry | None:
@@ -294,6 +300,7 @@ class CompileCache:
         """Where `key` is, or which entry is nearest and in which fields it differs. Asks no server, counts nothing."""
         from k3dsl.cache import explain
 
+        _check_key(key)
         return explain.explain(self, key, in_memory=key.digest in self._memory)
 
     def entries(self) -> Iterator[Entry]:
@@ -306,14 +313,14 @@ class CompileCache:
         """Keeps `keys` (or digests) from eviction, also those that are yet to be built. Pins outlive the process."""
         from k3dsl.cache import bound
 
-        digests = [_digest(key) for key in keys]
+        digests = _digests(keys)
         self._home.write(lambda folder: bound.pin(folder, digests))
 
     def unpin(self, keys: Iterable[CompileKey | str]) -> None:
         """Takes pins away."""
         from k3dsl.cache import bound
 
-        digests = [_digest(key) for key in keys]
+        digests = _digests(keys)
         self._home.write(lambda folder: bound.unpin(folder, digests))
 
     def prune(
@@ -327,6 +334,9 @@ class CompileCache:
         """
         from k3dsl.cache import bound
 
+        _check_bytes(max_bytes)
+        if older_than is not None:
+            _check_seconds("older_than", older_than)
         dry_run = dry_run or not self._home.writes
         limit = self.max_bytes if max_bytes is None else max_bytes
         folder = self._home.folder
@@ -348,9 +358,12 @@ class CompileCache:
     def remove(self, key: CompileKey | str) -> bool:
         """Removes an entry from memory and folder; whether it was there. Raises OSError if its files stay."""
         digest = _digest(key)
+        paths = self._home.folder.paths_of(digest) if self._home.folder is not None else []
+        if paths and self.read_only:
+            raise OSError(errno.EROFS, "this cache only reads", paths[0])
         removed = self._memory.drop(digest)
-        if self._home.folder is not None and not self.read_only:
-            for path in self._home.folder.paths_of(digest):
+        if self._home.folder is not None:
+            for path in paths:
                 with contextlib.suppress(FileNotFoundError):  # another process was faster: it is gone
                     self._home.folder.remove(path)
                 removed = True
@@ -393,7 +406,7 @@ class CompileCache:
         """
         from k3dsl.cache import bundle
 
-        return bundle.export(self, path, keys=keys, target=target)
+        return bundle.export(self, path, keys=None if keys is None else _digests(keys), target=target)
 
     def import_bundle(
         self,
@@ -411,6 +424,8 @@ class CompileCache:
         """
         from k3dsl.cache import bundle
 
+        if sha256 is not None and not (isinstance(sha256, str) and is_digest(sha256.lower())):
+            raise ConfigError(f"sha256={sha256!r} must be 64 hex digits")
         return bundle.import_bundle(self, path, target=target, sha256=sha256, accept=accept)
 
     # For the modules of this package
@@ -474,9 +489,30 @@ class CompileCache:
 
 def _digest(key: CompileKey | str) -> str:
     digest = key.digest if isinstance(key, CompileKey) else key
-    if not is_digest(digest):
+    if not isinstance(digest, str) or not is_digest(digest):
         raise ConfigError(f"key={key!r} must be a CompileKey or a full digest (64 hex digits)")
     return digest
+
+
+def _digests(keys: Iterable[CompileKey | str]) -> list[str]:
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise ConfigError(f"keys={keys!r} must be several CompileKeys or full digests, [key] for one")
+    return [_digest(key) for key in keys]
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, CompileKey):
+        raise ConfigError(f"key={key!r} must be a CompileKey")
+
+
+def _check_bytes(count: object) -> None:
+    if count is not None and (type(count) is not int or count < 0):
+        raise ConfigError(f"max_bytes={count!r} must be an int of at least 0, or None for no bound")
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
+        raise ConfigError(f"{name}={seconds!r} must be a number of seconds from 0 to {threading.TIMEOUT_MAX:g}")
 
 
 def _leave(log: Session, used: dict[str | None, int]) -> None:

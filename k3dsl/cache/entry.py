@@ -53,6 +53,10 @@ class Built:
             problems.append(f"payload must be 1 to {PAYLOAD_LIMIT} bytes, not {_sketch(self.payload)}")
         if type(self.filename) is not str or not _FILENAME.fullmatch(self.filename) or self.filename == MANIFEST:
             problems.append(f"filename={self.filename!r} must be a plain file name other than {MANIFEST}")
+        if not isinstance(self.resources, Mapping):
+            problems.append(f"resources={self.resources!r} must be a mapping")
+        if type(self.log) is not str:
+            problems.append(f"log={self.log!r} must be a str")
         try:
             msgspec.json.encode(self.resources)
         except (TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from k3dsl.cache.notice import Notices
 from k3dsl.cache.session import Counts
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import Trust, UntrustedError
+from k3dsl.errors import ConfigError
 
 #: Errors that no later write will be spared: no use in trying again.
 _FINAL: Final = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
@@ -141,6 +142,8 @@ class Home:
 def find_root(given: str | os.PathLike[str] | None, configured: Path | None) -> Path | None:
     """The folder to use: what was given, what is configured, the user's cache folder; None if he has no home."""
     if given is not None:
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise ConfigError(f"root={given!r} must be the path of a folder, or None for the user's cache folder")
         return Path(given).expanduser().absolute()
     if configured is not None:
         return configured
