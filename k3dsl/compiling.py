@@ -26,6 +26,8 @@ from k3dsl.errors import ConfigError, ToolchainError
 
 #: Far above the slowest build seen (6 s on two busy cores): a build that takes longer hangs.
 BUILD_SECONDS: Final = 600.0
+#: What the name of a child's folder begins with.
+_FOLDER: Final = "k3dsl-compile-"
 COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -138,7 +140,7 @@ class Child:
     """The process, its pipes, the file that takes all it prints, and the folder that it lives in."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.mkdtemp(prefix="k3dsl-compile-")
+        self._folder = tempfile.mkdtemp(prefix=_FOLDER)
         self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # lives as long as the child
         # The child's own folder is its current one, so what this process imports from must be said in full.
         paths = os.pathsep.join(os.path.abspath(p) for p in sys.path)
@@ -200,15 +202,23 @@ class Child:
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """In the child: requests from stdin, answers to what was stdout; all that anything prints goes to stderr."""
+    """In the child: requests from stdin, answers to what was stdout; all that anything prints goes to stderr.
+
+    A parent that was killed removes nothing: then the child removes the folder that it lives in.
+    """
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    while head := sys.stdin.buffer.read(8):
-        reply = answer(sys.stdin.buffer.read(int.from_bytes(head, "little")))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        replies.write(len(reply).to_bytes(8, "little") + reply)
-        replies.flush()
+    folder = os.getcwd()
+    try:
+        while head := sys.stdin.buffer.read(8):
+            reply = answer(sys.stdin.buffer.read(int.from_bytes(head, "little")))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            replies.write(len(reply).to_bytes(8, "little") + reply)
+            replies.flush()
+    finally:
+        if os.path.basename(folder).startswith(_FOLDER):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def tuples(value: Any) -> Any:
