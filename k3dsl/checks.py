@@ -68,7 +68,7 @@ def cache_problems(cache: Any, *, kv_format: str, page_size: int | None, device:
         bad.append(f"cache has strides {list(cache.stride())}, the last must be 1")
     elif cache.shape[0] < 1:
         bad.append("cache has no page")
-    if not _on(cache, device):
+    if not on_device(cache, device):
         bad.append(f"cache is on {cache.device}, must be on {device}")
     if not bad:
         size = cache.element_size()
@@ -134,7 +134,7 @@ def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tens
             continue
         if tensor.dtype != dtype:
             bad.append(f"{what} is {name(tensor.dtype)}, must be {name(dtype)}")
-        if not _on(tensor, device):
+        if not on_device(tensor, device):
             bad.append(f"{what} is on {tensor.device}, must be on {device}")
         if tensor.dim() != len(least):
             bad.append(f"{what} has shape {list(tensor.shape)}, must be {shape}")
@@ -169,6 +169,11 @@ def torch_device(device: "torch.device | str | int | None") -> "torch.device | N
         raise ConfigError(f"device={device!r} must be a device of torch, such as cpu, cuda or cuda:0") from None
 
 
+def on_device(tensor: Tensor, device: torch.device) -> bool:
+    """Whether `tensor` is there; a device without an index is any of its type."""
+    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+
+
 def require(what: str, problems: list[str]) -> None:
     """ConfigError with every line of `problems`, if there is one."""
     if problems:
@@ -183,7 +188,3 @@ def place(t: Tensor) -> tuple[Any, ...]:
 def layout(t: Tensor) -> tuple[Any, ...]:
     """What the checks of a step's tensor depend on, but its address: a layout that passed is not looked at again."""
     return t.dtype, t.get_device(), t.shape, t.stride()
-
-
-def _on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)

@@ -18,7 +18,12 @@ from k3dsl.weights import MlaWeights
 #: Lengths after the first step: one key, either side of a page, several pages, thousands; the last request is padding.
 LENGTHS: Final = (1, 63, 64, 65, 129, 700, 2500, 0)
 UNUSED_PAGE: Final = 1 << 30
-_POISON: Final = 0xFF  # a NaN byte of e4m3, a NaN pair of bf16
+
+
+def poisoned(pages: int, page: int, kv_format: str, device: "torch.device | str" = "cpu") -> Tensor:
+    """A cache [pages, page, width] of NaN: every byte 0xff, a NaN of e4m3 and, in pairs, of bf16."""
+    flat = torch.full((pages, page, KV_BYTES[kv_format]), 0xFF, dtype=torch.uint8, device=device)
+    return flat.view(torch.bfloat16) if kv_format == "bf16" else flat
 
 
 @dataclass
@@ -120,9 +125,7 @@ class Stack:
 
     def _layer(self, seed: int, k_scale: float, q_scale: float) -> Layer:
         weights = MlaWeights.random(self.dims, seed=seed, k_scale=k_scale, q_scale=q_scale)
-        width = KV_BYTES[self.kv_format]
-        flat = torch.full((self.requests.pages, self.page, width), _POISON, dtype=torch.uint8)
-        cache = flat.view(torch.bfloat16) if self.kv_format == "bf16" else flat
+        cache = poisoned(self.requests.pages, self.page, self.kv_format)
         for r, past in enumerate(self.requests.past):
             if self.requests.live[r]:
                 latent, rope = (self._random(past, n) for n in (self.dims.kv_lora, self.dims.rope))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from k3dsl import reference as ref
-from k3dsl.dims import KV_BYTES, MlaDims
-from k3dsl.scenario import UNUSED_PAGE
+from k3dsl.dims import MlaDims
+from k3dsl.scenario import UNUSED_PAGE, poisoned
 from k3dsl.weights import MlaWeights
 
 INTERLEAVES: Final = (1, 16, 64)
@@ -95,12 +95,6 @@ class ParallelStep:
 def weights(heads: int, seed: int = 0) -> MlaWeights:
     """Random weights of this many heads, on the CPU."""
     return MlaWeights.random(MlaDims(heads=heads), seed=seed, q_scale=Q_SCALE, k_scale=K_SCALE)
-
-
-def poisoned(pages: int, page: int, kv_format: str, device: "torch.device | str" = "cpu") -> Tensor:
-    """A cache [pages, page, width] of NaN: every byte 0xff."""
-    flat = torch.full((pages, page, KV_BYTES[kv_format]), 0xFF, dtype=torch.uint8, device=device)
-    return flat.view(torch.bfloat16) if kv_format == "bf16" else flat
 
 
 def table_of(counts: Sequence[int], generator: torch.Generator) -> tuple[Tensor, int]:

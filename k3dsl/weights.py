@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3dsl.checks import name as dtype_name
+from k3dsl.checks import on_device
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError
 
@@ -61,7 +63,7 @@ class MlaWeights:
             bad.append(f"kv_b is {type(kv_b).__name__}, must be bfloat16 {[rows, dims.kv_lora]}")
         elif tuple(kv_b.shape) != (rows, dims.kv_lora) or not kv_b.is_contiguous():
             bad.append(
-                f"kv_b is {_name(kv_b.dtype)} {list(kv_b.shape)} with strides {list(kv_b.stride())}, "
+                f"kv_b is {dtype_name(kv_b.dtype)} {list(kv_b.shape)} with strides {list(kv_b.stride())}, "
                 f"must be bfloat16 {[rows, dims.kv_lora]} and contiguous"
             )
         optional = {name: number for name, number in (("scale", scale), ("eps", eps)) if number is not None}
@@ -169,30 +171,22 @@ def check_attention(attention: Any, dims: MlaDims, device: "torch.device | str |
         tensor = attention
         for part in name.split("."):
             tensor = getattr(tensor, part, None)
-        expected = f"must be {_name(dtype)} {list(shape)}"
+        expected = f"must be {dtype_name(dtype)} {list(shape)}"
         if not isinstance(tensor, Tensor):
             bad.append(f"{name} is {'missing' if tensor is None else type(tensor).__name__}, {expected}")
             continue
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            bad.append(f"{name} is {_name(tensor.dtype)} {list(tensor.shape)}, {expected}")
+            bad.append(f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, {expected}")
         elif problem := _layout(name, tensor):
             bad.append(f"{name} {problem}")
         where = tensor.device if where is None else where
-        if tensor.device.type != where.type or (where.index is not None and tensor.device.index != where.index):
+        if not on_device(tensor, where):
             bad.append(f"{name} is on {tensor.device}, must be on {where}")
     for name in ("_q_scale_float", "_k_scale_float", "scale", "rms_norm_eps"):
         number = getattr(attention, name, None)
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not (math.isfinite(number) and number > 0)
-        ):
+        if not _positive(number):
             bad.append(f"{name} is {'missing' if number is None else repr(number)}, must be a positive number")
     return bad
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _positive(number: Any) -> bool:

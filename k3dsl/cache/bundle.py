@@ -22,7 +22,7 @@ import msgspec
 from k3dsl import __version__
 from k3dsl.cache.entry import MANIFEST_LIMIT, PAYLOAD_LIMIT, CorruptError, Entry, Manifest
 from k3dsl.cache.host import cannot_run
-from k3dsl.cache.key import CompileKey, is_digest
+from k3dsl.cache.key import CompileKey, is_digest, short
 from k3dsl.cache.store import unique
 from k3dsl.cache.tar import BundleError, Member, Sealed, finish, read_members, write_member
 from k3dsl.cache.trust import UntrustedError
@@ -299,11 +299,6 @@ def unpack_one(content: bytes, key: CompileKey) -> tuple[Manifest, bytes]:
     if len(found) != 1 or found[0][0].compile_key() != key:
         raise BundleError(f"it holds {', '.join(short(item.digest) for item, _ in found)}, not {key.short}")
     return found[0]
-
-
-def short(digest: str) -> str:
-    """A digest as people see it."""
-    return digest[:12]
 
 
 def _expect(members: Iterator[Member], name: str, sha256: str, size: int, limit: int) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 from k3dsl import __version__
-from k3dsl.cache.key import CompileKey
+from k3dsl.cache.key import CompileKey, short
 from k3dsl.errors import ConfigError, K3Error
 
 #: Version of the entry on disk. A reader refuses another one; the folder above is named after it.
@@ -95,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except (ConfigError, RecursionError) as error:
             raise CorruptError(f"its key cannot be read: {error}") from None
         if key.digest != self.digest:
-            raise CorruptError(f"its key has the digest {key.short}, its manifest says {self.digest[:12]}")
+            raise CorruptError(f"its key has the digest {key.short}, its manifest says {short(self.digest)}")
         return key
 
     def dump(self) -> bytes:

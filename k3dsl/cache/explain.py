@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from k3dsl.cache.entry import MANIFEST, CorruptError, Entry, Manifest
-from k3dsl.cache.key import SHORT, CompileKey, Difference
+from k3dsl.cache.key import CompileKey, Difference, is_digest, short
 from k3dsl.cache.store import Folder
 from k3dsl.cache.trust import UntrustedError
 
@@ -133,6 +133,6 @@ def _pair(difference: Difference) -> str:
 
 def _brief(value: Any) -> str:
     """A value for people: a digest by its first digits."""
-    if isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef"):
-        return value[:SHORT]
+    if isinstance(value, str) and is_digest(value):
+        return short(value)
     return repr(value)

@@ -25,7 +25,7 @@ _MAGIC: Final = b"k3dsl-key-1\0"
 _TARGET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 #: Digits of a digest that people see: 48 bits.
-SHORT: Final = 12
+_SHORT: Final = 12
 #: Integers up to here survive every JSON reader; larger ones are written in hex.
 _JSON_INT: Final = 2**53
 _FIELDS: Final = ("kernel", "params", "target", "toolchain", "sources")
@@ -101,7 +101,7 @@ class CompileKey:
     @property
     def short(self) -> str:
         """The digest as people see it."""
-        return self.digest[:SHORT]
+        return short(self.digest)
 
     def __eq__(self, other: object) -> bool:
         # Not field by field: there 1 == 1.0 == True and NaN != NaN.
@@ -167,6 +167,11 @@ class CompileKey:
 def is_digest(text: str) -> bool:
     """Whether `text` is a full digest."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def short(digest: str) -> str:
+    """A digest as people see it."""
+    return digest[:_SHORT]
 
 
 def _freeze(value: Any, path: str, problems: list[str]) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from k3dsl.cache.entry import MANIFEST, MANIFEST_LIMIT, PAYLOAD_LIMIT, SCHEMA, CorruptError, Entry, Manifest
-from k3dsl.cache.key import CompileKey, is_digest
+from k3dsl.cache.key import CompileKey, is_digest, short
 from k3dsl.cache.lock import Lock
 from k3dsl.cache.trust import FOLDER_FLAGS, Trust, UntrustedError, make_folder, modes_like, read_checked
 
@@ -112,7 +112,7 @@ class Folder:
         manifest = Manifest.load(read_checked(MANIFEST, folder, self.trust, MANIFEST_LIMIT))
         stored = manifest.compile_key()
         if manifest.digest != digest or (key is not None and stored != key):
-            raise CorruptError(f"it holds the key {stored.short}, not {digest[:12]}")
+            raise CorruptError(f"it holds the key {stored.short}, not {short(digest)}")
         if not path.endswith(f"/{stored.target}/{digest[:2]}/{digest}"):
             raise CorruptError(f"it holds a key of the target {stored.target}")
         if key is None:

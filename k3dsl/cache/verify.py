@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from k3dsl.cache.entry import Build, CorruptError, Entry
-from k3dsl.cache.key import CompileKey
+from k3dsl.cache.key import CompileKey, short
 from k3dsl.cache.store import Folder, Place
 from k3dsl.cache.trust import UntrustedError
 from k3dsl.errors import K3Error
@@ -99,6 +99,6 @@ def _again(entry: Entry, folder: Folder, place: Place, builder_for: BuilderFor) 
         return None
     now = sha256(built.payload).hexdigest()
     return True, finding(
-        f"built again it has sha256 {now[:12]} and {len(built.payload)} bytes, "
-        f"stored are {entry.manifest.sha256[:12]} and {entry.manifest.size}"
+        f"built again it has sha256 {short(now)} and {len(built.payload)} bytes, "
+        f"stored are {short(entry.manifest.sha256)} and {entry.manifest.size}"
     )

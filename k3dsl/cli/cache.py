@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from k3dsl.cache.key import short
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import FINDING, Json, emit, err, out, table
 from k3dsl.cli.entries import complete, disassemble, find, key_of, open_cache, other_flavour, params, pin_of, row
@@ -228,7 +229,7 @@ def verify(
         view = table("Findings", "key", "target", "what", "in", "reason")
         for what, findings in (("corrupt", report.corrupt), ("differs", report.differs), ("skipped", report.skipped)):
             for item in findings:
-                view.add_row(item.digest[:12], item.target, what, item.where, item.reason)
+                view.add_row(short(item.digest), item.target, what, item.where, item.reason)
         if view.row_count:
             out().print(view)
         again = f", {report.recompiled} built again, {len(report.differs)} differ" if recompile else ""
@@ -266,7 +267,7 @@ def prune(
         view = table("Evicted" if not dry_run else "Would be evicted", "key", "target", "bytes", "unused for s",
                      right=("bytes", "unused for s"))  # fmt: skip
         for item in report.removed:
-            view.add_row(item.digest[:12], item.target, str(item.bytes), f"{item.idle_seconds:.0f}")
+            view.add_row(short(item.digest), item.target, str(item.bytes), f"{item.idle_seconds:.0f}")
         if view.row_count:
             out().print(view)
         verb = "would be freed" if dry_run else "freed"
@@ -275,7 +276,7 @@ def prune(
             + (f" ({report.exempt} are pinned or in use)" if report.exempt else "")
         )
         for failure in report.failed:
-            err().print(f"{failure.digest[:12]} could not be removed: {failure.reason}", markup=False)
+            err().print(f"{short(failure.digest)} could not be removed: {failure.reason}", markup=False)
     if report.failed:
         raise typer.Exit(FINDING)
 
@@ -425,7 +426,7 @@ def _remove(cache: "CompileCache", keys: "Iterable[CompileKey | str]", json: boo
     else:
         out().print(f"{len(removed)} removed")
         for item in failed:
-            err().print(f"{item['digest'][:12]} was not removed: {item['reason']}", markup=False)
+            err().print(f"{short(item['digest'])} was not removed: {item['reason']}", markup=False)
     if failed:
         raise typer.Exit(FINDING)
 

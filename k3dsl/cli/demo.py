@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from k3dsl.cache.key import short
 from k3dsl.cli.console import FINDING, Json, emit, err, out, table
 from k3dsl.deployment import REFERENCE, Deployment
 from k3dsl.dims import MlaDims
@@ -245,7 +246,7 @@ class Demo:
             kernels = table("Kernels", "kernel", "params", "key", "", "registers", right=("registers",))
             for k in self.kernels:
                 params = " ".join(f"{name}={value}" for name, value in sorted(k["params"].items()))
-                kernels.add_row(k["kernel"], params, k["digest"][:12], k["from"], str(k["registers"]))
+                kernels.add_row(k["kernel"], params, short(k["digest"]), k["from"], str(k["registers"]))
             console.print(kernels)
         steps = table("Steps", "step", "relative error", right=("step", "relative error"))
         for i, error in enumerate(self.errors):

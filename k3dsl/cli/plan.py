@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from k3dsl.cache.key import short
 from k3dsl.cli import planargs as args
 from k3dsl.cli.console import Json, emit, out, table
 from k3dsl.deployment import Deployment
@@ -30,7 +31,7 @@ def plan(
     alike = _alike(keys)
     for k in keys:
         own = dict(k["params"].items() - alike[k["kernel"]])
-        objects.add_row(k["digest"][:12], k["kernel"], _words(own), k["target"], "yes" if k["present"] else "no")
+        objects.add_row(short(k["digest"]), k["kernel"], _words(own), k["target"], "yes" if k["present"] else "no")
     console = out()
     console.print(cores)
     console.print(objects)
