@@ -96,6 +96,11 @@ def tensor_problems(optional: dict[str, Any] | None = None, **given: Any) -> lis
     ]
 
 
+def q_problems(q: Any) -> list[str]:
+    """Why that is no number of tokens."""
+    return [] if type(q) is int else [f"q={q!r} must be an int"]
+
+
 def metadata_problems(**given: Tensor | None) -> list[str]:
     """What keeps request metadata from being padded: block_table has two axes, all else one."""
     return [
@@ -151,6 +156,8 @@ def step_problems(dims: MlaDims, rows: int, q: int, device: torch.device, **tens
                 )
         if what == "projected" and rows > 1 and tensor.stride(0) % 8:
             bad.append(f"projected has a row stride of {tensor.stride(0)} elements, must be a multiple of 8")
+        if what in ("projected", "block_table") and tensor.shape[0] > 1 and not 0 <= tensor.stride(0) < 1 << 31:
+            bad.append(f"{what} has a row stride of {tensor.stride(0)} elements, must be below 2^31")
         if what == "out" and not tensor.is_contiguous():
             bad.append(f"out has strides {list(tensor.stride())}, must be contiguous")
         align = {"projected": _ALIGN, "out": 4}.get(what, 1)

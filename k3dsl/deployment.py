@@ -203,6 +203,8 @@ class Deployment:
             )
         if self.core not in ("auto", *served.cores):
             bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
+        elif self.core == "trtllm" and type(self.dcp) is int and self.dcp > 1:
+            bad.append(f"core='trtllm' gives no LSE, which dcp={self.dcp} needs: it must be auto or tokenspeed")
         return bad + self._bad_dims()
 
     def _bad_anywhere(self) -> list[str]:

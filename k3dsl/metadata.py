@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from k3dsl.checks import metadata_problems, require
+from k3dsl.checks import metadata_problems, require, tensor_problems
 
 
 def pad_requests(
@@ -14,6 +14,7 @@ def pad_requests(
     block_table int32 [n, width], lengths (and totals) int32 [m]; rows beyond min(n, m) are missing. Returned as they
     are if there are enough.
     """
+    require("pad_requests", tensor_problems({"totals": totals}, block_table=block_table, lengths=lengths))
     rows = min(block_table.shape[0], lengths.shape[0])
     if rows >= batch:
         return block_table, lengths, totals

@@ -273,3 +273,16 @@ def test_gfx950_names_everything_it_does_not_serve():
     ):
         assert says in str(error.value)
     assert "dims.heads=6 must be 12" in str(error.value)
+
+
+def test_a_core_without_lse_and_numbers_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="core='trtllm' gives no LSE, which dcp=8 needs"):
+        Deployment(MlaDims(), "sm_100a", core="trtllm", dcp=8)
+    for changes, says in (
+        ({"batch": 0}, "rows=0 must be a positive int"),
+        ({"batch": "x"}, "rows='x' must be"),
+        ({"q": None}, "q=None must be"),
+        ({"dcp": -1}, "dcp=-1 must be"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            core_for(**{"batch": 16, "target": "sm_100a", **changes})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_runtime import STREAM, Bench, step
 
-from k3dsl import ConfigError, Deployment, LaunchError, MlaDims, NotPrepared, PeerError
+from k3dsl import CaptureError, ConfigError, Deployment, LaunchError, MlaDims, NotPrepared, PeerError
 from k3dsl.nvidia import DcpBox, PreparedMla, dcp, local_lengths, virtual_step
 from k3dsl.nvidia.exchange import LocalExchange, StoreExchange, agree
 from k3dsl.nvidia.prepared_dcp import PreparedDcp
@@ -377,6 +377,82 @@ def test_a_rank_that_does_not_come_is_named():
     assert (caught.value.rank, caught.value.peer, caught.value.region) == (0, 1, "reset")
 
 
+def test_a_round_that_was_given_up_has_not_been():
+    """One that comes late finds nobody in it, and when both come they meet."""
+    a, b = ranks_of(2, seconds=0.2)
+    for one in (b, a, b):
+        with pytest.raises(PeerError, match="did not come"):
+            agree(one, "x", {"heads": 12})
+    b.seconds = a.seconds = 5.0
+    assert together(lambda: agree(a, "x", {"heads": 12}), lambda: agree(b, "x", {"heads": 12})) == [None, None]
+
+
+def processes(group: Group, seconds: float = 5.0) -> Group:
+    """The group as if each rank were a process: they wait for each other."""
+    for box, exchange in zip(group.boxes, ranks_of(len(group.boxes), seconds), strict=True):
+        box._exchange, box.is_virtual = exchange, False
+    return group
+
+
+def on_all(group: Group, work):
+    """work(layer, rank) on every rank at once; their errors."""
+    return together(*(lambda r=r, layer=layer: work(layer, r) for r, layer in enumerate(group.layers)))
+
+
+def test_a_cache_that_moves_on_one_rank_is_bound_on_all(bench):
+    group = processes(Group(bench))
+    caches = [bench.kv() for _ in group.layers]
+    assert on_all(group, lambda layer, r: layer.prepare_cache(caches[r])) == [None, None]
+    steps = [layer._steps for layer in group.layers]
+    assert on_all(group, lambda layer, r: layer.prepare_cache(caches[r])) == [None, None]
+    assert [layer._steps for layer in group.layers] == steps  # all are bound: nothing was done
+    caches[1] = bench.kv()
+    assert on_all(group, lambda layer, r: layer.prepare_cache(caches[r])) == [None, None]
+    assert group.layers[1]._place[1] == caches[1].data_ptr()
+    assert on_all(group, lambda layer, _: layer.prepare_dcp(4)) == [None, None]
+
+
+def test_a_failure_of_one_rank_is_told_and_both_may_come_again(bench, monkeypatch):
+    group = processes(Group(bench))
+    caches = [bench.kv() for _ in group.layers]
+
+    def refuse(self, what):
+        raise CaptureError(f"{what} inside a capture")
+
+    runtime = group.layers[0]._runtime
+    capturing = type("Capturing", (), {"__getattr__": lambda self, name: getattr(runtime, name), "guard": refuse})()
+    group.layers[0]._runtime = capturing
+    mine, others = on_all(group, lambda layer, r: layer.prepare_cache(caches[r]))
+    assert isinstance(mine, CaptureError)
+    assert "prepare_cache: rank 0 failed: CaptureError" in str(others)
+    group.layers[0]._runtime = runtime
+    assert on_all(group, lambda layer, r: layer.prepare_cache(caches[r])) == [None, None]
+    mine, others = on_all(group, lambda layer, r: layer.prepare_dcp(3 if r == 0 else 4))
+    assert "prepare_dcp(3) must be one of" in str(mine)
+    assert "rank 0 failed: ConfigError: prepare_dcp(3) must be one of" in str(others)
+    assert on_all(group, lambda layer, _: layer.prepare_dcp(4)) == [None, None]
+
+
+def test_a_cache_of_one_rank_of_one_device_may_move_alone(group):
+    group.layers[0].prepare_cache(group.bench.kv())
+    for layer in group.layers:
+        layer.prepare_dcp(4)
+    group.layers[1].prepare_cache(group.bench.kv())
+    for layer in group.layers:
+        layer.prepare_dcp(4)
+
+
+def test_stock_core_checks_totals(group):
+    layer, call = group.layers[0], group.calls(4, 4)[0]
+    given = {name: call[name] for name in ("cache", "block_table", "lengths", "totals")}
+    for totals, says in (
+        (given["totals"].long(), "totals is int64, must be int32"),
+        ([9], "totals is list, must be a tensor"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            layer.stock_core(**{**given, "totals": totals}, batch=4, q=4)
+
+
 def test_a_rank_that_failed_says_so():
     a, b = ranks_of(2)
     errors = together(lambda: a.share("prepare_cache", {}), lambda: b.fail("prepare_cache", ValueError("no page")))
@@ -424,7 +500,7 @@ def test_a_rank_that_cannot_warm_up_says_so_and_may_come_again(bench, monkeypatc
     assert layer._place is None
     for one in group.layers:
         one.prepare_cache(bench.kv())
-    assert [one._exchange._round for one in group.boxes] == [2, 2]
+    assert [one._exchange._times["prepare_cache"] for one in group.boxes] == [1, 1]
 
 
 def test_ranks_of_two_groups_or_of_two_sizes_are_no_step(group):
@@ -457,6 +533,15 @@ def test_bounds_of_a_group_are_named_before_it_is_asked_for():
         ConfigError, match=r"(?s)prepare_timeout=inf must be .* at most 604800.*multicast=1 must be a bool"
     ):
         DcpBox(heads=12, prepare_timeout=float("inf"), multicast=1)
+
+
+def test_local_lengths_of_small_ints():
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        totals = torch.tensor([0, 1, 2, 3, 127], dtype=dtype)
+        for ranks, interleave in ((2, 1), (16, 16)):
+            for rank in range(ranks):
+                want = local_lengths(totals.long(), ranks=ranks, rank=rank, interleave=interleave)
+                assert torch.equal(local_lengths(totals, ranks=ranks, rank=rank, interleave=interleave), want)
 
 
 def test_local_lengths_takes_ints():

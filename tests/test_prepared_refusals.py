@@ -5,6 +5,8 @@ import torch
 from fake_runtime import Bench, prepared, run, step
 
 from k3dsl import ConfigError, Deployment, MlaDims, MlaWeights, NotPrepared
+from k3dsl.checks import step_problems
+from k3dsl.nvidia import pad_requests
 
 DIMS = MlaDims.kimi_k3(8)
 
@@ -172,3 +174,49 @@ def run_refused(layer, given, says):
     with pytest.raises(ConfigError, match=says):
         layer.run(**given)
     assert len(layer._runtime.driver.launches) == start
+
+
+@pytest.mark.parametrize(("name", "shape"), [("projected", (4, 3648)), ("block_table", (4, 3))])
+def test_row_strides_that_kernels_cannot_hold_are_refused(name, shape):
+    """They count in 32 bits."""
+    meta, tensors = torch.device("meta"), {n: t.to("meta") for n, t in step(DIMS, 4).items()}
+    dtype = tensors[name].dtype
+    for stride, refused in ((2**31 - 8, False), (2**31, True)):
+        tensors[name] = torch.empty_strided(shape, (stride, 1), dtype=dtype, device=meta)
+        bad = step_problems(DIMS, 4, 1, meta, **tensors)
+        assert bad == ([f"{name} has a row stride of {stride} elements, must be below 2^31"] if refused else [])
+
+
+def test_a_known_layout_lets_no_other_memory_in(bench):
+    layer, kv = prepared(bench)
+    tensors = step(DIMS, 8)
+    run(layer, kv, tensors)
+    bench.fake.launches.clear()
+    with pytest.raises(ConfigError, match="cache is NoneType, must be a tensor"):
+        run(layer, None, tensors)
+    kv.data = torch.zeros_like(kv)  # the tensor that was bound, and other memory
+    with pytest.raises(ConfigError, match="is not the one that was prepared"):
+        run(layer, kv, tensors)
+    with pytest.raises(ConfigError, match=r"q=\[1\] must be an int"):
+        run(layer, kv, tensors, q=[1])
+    assert bench.fake.launches == []
+
+
+def test_stock_core_names_what_is_no_tensor(bench):
+    layer, kv = prepared(bench)
+    one = step(DIMS, 8)
+    good = {"cache": kv, "block_table": one["block_table"], "lengths": one["lengths"]}
+    for name in good:
+        with pytest.raises(ConfigError, match=f"{name} is list, must be a tensor"):
+            layer.stock_core(**{**good, name: [1]}, batch=8)
+    with pytest.raises(ConfigError, match=r"lengths has shape \[\], must have an axis"):
+        layer.stock_core(**{**good, "lengths": torch.tensor(1)}, batch=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((4, None, torch.ones(2)), "block_table is NoneType"), ((4, torch.ones(2, 3), [1]), "lengths is list")],
+)
+def test_padding_names_what_is_no_tensor(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        pad_requests(*arguments)

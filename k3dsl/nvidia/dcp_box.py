@@ -89,7 +89,7 @@ class DcpBox:
         guard("DcpBox.virtual()")
         where = _device(device)
         boxes = [cls.__new__(cls) for _ in range(ranks if type(ranks) is int and ranks > 0 else 1)]
-        rounds: dict[int, dict[int, dict[str, Any]]] = {}
+        rounds: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
         memory = []
         for rank, box in enumerate(boxes):
             box._facts(rank, ranks, heads, interleave, kv_format, timeout)
@@ -200,6 +200,12 @@ class DcpBox:
         """Collective: raises ConfigError on every rank if facts differ, naming them and every rank's value."""
         agree(self._exchange, what, facts)
 
+    def every(self, what: str, true: bool) -> bool:
+        """Collective: whether it is true on every rank. Ranks of one device come one by one: on this one."""
+        if self.is_virtual:
+            return true
+        return all(theirs["true"] for theirs in self._exchange.share(what, {"true": true}))
+
     def fail(self, what: str, error: BaseException) -> None:
         """This rank does not come to `agree`: those who wait there get a ConfigError that says why."""
         self._exchange.fail(what, error)
@@ -244,6 +250,6 @@ def local_lengths(totals: Tensor, *, ranks: int, rank: int, interleave: int = 1)
     if not isinstance(totals, Tensor) or totals.is_floating_point() or totals.dtype == torch.bool:
         what = totals.dtype if isinstance(totals, Tensor) else type(totals).__name__
         raise ConfigError(f"totals is {what}, must be a tensor of ints")
-    turn = ranks * interleave
+    turn, totals = ranks * interleave, totals.to(torch.int64)
     rest = (totals % turn - rank * interleave).clamp(0, interleave)
     return (totals.div(turn, rounding_mode="floor") * interleave + rest).to(torch.int32)

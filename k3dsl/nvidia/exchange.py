@@ -6,6 +6,7 @@ one that failed says so to those who wait for it.
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -45,6 +46,9 @@ class StoreExchange:
             try:
                 self._store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.001)))
             except RuntimeError:  # DistStoreError, or what older stores raise
+                # The round has not been: one who comes late must not find us in it, and meets us when we come again.
+                self._store.delete_key(f"{self._round}/{self.rank}")
+                self._round -= 1
                 raise PeerError(
                     f"rank {self.rank} waited {self.seconds:g} s in {what} for rank {rank}, which did not come",
                     rank=self.rank, peer=rank, region=what, seconds=self.seconds,
@@ -70,16 +74,21 @@ class StoreExchange:
 
 
 class LocalExchange:
-    """One rank of several in this process. They come one after the other, so each sees those before it."""
+    """One rank of several in this process. They come one after the other, so each sees those before it.
 
-    def __init__(self, rounds: dict[int, dict[int, dict[str, Any]]], rank: int) -> None:
-        self._rounds, self.rank, self._round, self._what = rounds, rank, 0, ""
+    A rank need not come where another had to: the n-th time that it is here for something is compared with the n-th of
+    the others.
+    """
+
+    def __init__(self, rounds: dict[tuple[str, int], dict[int, dict[str, Any]]], rank: int) -> None:
+        self._rounds, self.rank, self._what = rounds, rank, ""
+        self._times: Counter[str] = Counter()
 
     def share(self, what: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The facts of the ranks that have been here, and this one's."""
-        self._round += 1
+        self._times[what] += 1
         self._what = what
-        told = self._rounds.setdefault(self._round, {})
+        told = self._rounds.setdefault((what, self._times[what]), {})
         told[self.rank] = json.loads(json.dumps(dict(facts)))
         return [told[rank] for rank in sorted(told)]
 
@@ -90,8 +99,8 @@ class LocalExchange:
 
     def retract(self) -> None:
         """Those before have passed; this rank may come again."""
-        del self._rounds[self._round][self.rank]
-        self._round -= 1
+        del self._rounds[self._what, self._times[self._what]][self.rank]
+        self._times[self._what] -= 1
 
 
 def agree(exchange: Exchange, what: str, facts: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from k3dsl.checks import (
     layout,
     not_prepared,
     place,
+    q_problems,
     require,
     step_problems,
     tensor_problems,
@@ -117,6 +118,13 @@ class PreparedMla:
         types = ("auto", *(p for types in hopper.P_DTYPES.values() for p in types))
         if p_dtype not in types:
             wrong.append(f"p_dtype={p_dtype!r} must be one of {', '.join(types)}")
+        pages = SERVED[str(self._runtime.device.target)].pages
+        if page_size is not None and page_size not in pages:
+            wrong.append(f"page_size={page_size!r} must be one of {', '.join(map(str, pages))}, or None for any")
+        if not isinstance(query_scratch, Tensor):
+            wrong.append(f"query_scratch is {type(query_scratch).__name__}, must be a tensor")
+        if cache is not None and not hasattr(cache, "get_or_build"):
+            wrong.append(f"cache={cache!r} must be a CompileCache, or None for the user's")
         require("PreparedMla", wrong)
         self.shapes = plan.shapes()
         self.max_context, self.parity = plan.max_context, parity
@@ -148,7 +156,10 @@ class PreparedMla:
         kv_format = self._check_cache(kv)
         if self._place == place(kv):
             self._kv = ref(kv)
-            return
+        else:
+            self._bind(kv, kv_format)
+
+    def _bind(self, kv: Tensor, kv_format: str) -> None:
         if self._runtime.torch_device.type == "cuda":
             torch.cuda.init()
         view = kv.view(torch.uint8) if kv_format == "fp8" else kv
@@ -184,8 +195,8 @@ class PreparedMla:
         that is not in `shapes`, and ConfigError, once a layout of the tensors, for one that the kernels do not take.
         """
         try:
-            step = self._steps.get((projected.shape[0], q))
-            if step is None:
+            step, bound = self._steps.get((projected.shape[0], q)), self._place
+            if step is None or bound is None:
                 raise self._refusal(projected.shape[0], q)
             if lengths.shape[0] < step.requests or block_table.shape[0] < step.requests:
                 block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
@@ -196,16 +207,18 @@ class PreparedMla:
                 strides is None
                 or source & 15
                 or target & 3
-                or (cache is not self._kv() and place(cache) != self._place)
+                or cache.data_ptr() != bound[1]
+                or (cache is not self._kv() and place(cache) != bound)
             ):
                 strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, TypeError):
             require(
                 "run",
                 tensor_problems(
                     projected=projected, out=out, cache=cache, slots=slots, block_table=block_table, lengths=lengths
-                ),
+                )
+                + q_problems(q),
             )
             raise
         keys = lengths.data_ptr()
@@ -230,6 +243,8 @@ class PreparedMla:
         totals: Tensor | None = None,
     ) -> Tensor:  # bf16 [batch, H, 512]
         """The attention core alone: reads the queries that lie in the query scratch; returns this layer's latents."""
+        given = {"cache": cache, "block_table": block_table, "lengths": lengths}
+        require("stock_core", tensor_problems({"totals": totals}, **given) + q_problems(q))
         step = self._steps.get((batch, q))
         if step is None:
             raise self._refusal(batch, q)
@@ -281,8 +296,6 @@ class PreparedMla:
 
     def _scratch_problems(self, kv_format: str) -> list[str]:
         scratch, element, where = self._scratch, ELEMENT[kv_format], self._runtime.torch_device
-        if not isinstance(scratch, Tensor):
-            return [f"query_scratch is {type(scratch).__name__}, must be a tensor"]
         rows = max(rows for rows, _ in self.shapes)
         width = scratch.shape[2] * scratch.element_size() if scratch.dim() == 3 else 0
         if (

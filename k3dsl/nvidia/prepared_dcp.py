@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from k3dsl.checks import layout, place, require, step_problems, tensor_problems
+from k3dsl.checks import layout, place, q_problems, require, step_problems, tensor_problems
 from k3dsl.errors import ConfigError
 from k3dsl.metadata import pad_requests
 from k3dsl.nvidia import dcp
@@ -55,15 +55,20 @@ class PreparedDcp(PreparedMla):
     _awaited: str = ""  # where the others wait for the prepare_cache under way
 
     def prepare_cache(self, kv: Tensor) -> None:
-        """As PreparedMla's; collective unless `kv` is bound already. Raises ConfigError on every rank for a plan that
-        differs between them, naming what does, PeerError for a rank that does not come."""
-        if isinstance(kv, Tensor) and self._place == place(kv):
-            self._kv = ref(kv)
-            return
-        self._runtime.guard("prepare_cache()")
+        """As PreparedMla's, and collective: where the cache of any rank has moved, all bind theirs anew. Raises
+        ConfigError on every rank for a plan that differs between them, naming what does, PeerError for a rank that does
+        not come."""
         self._awaited = _COMES
         try:
-            super().prepare_cache(kv)
+            self._runtime.guard("prepare_cache()")
+            kv_format = self._check_cache(kv)
+            bound = self._place == place(kv)
+            self._awaited = ""
+            if self._box.every(_COMES, bound):
+                self._kv = ref(kv)
+                return
+            self._awaited = _COMES
+            self._bind(kv, kv_format)
         except BaseException as error:
             if self._awaited:
                 self._box.fail(self._awaited, error)
@@ -76,11 +81,15 @@ class PreparedDcp(PreparedMla):
         CTAs wait for those of other ranks.
         """
         shapes = [list(shape) for shape in self.shapes if shape[0] == batch]
-        if not shapes:
-            raise ConfigError(f"prepare_dcp({batch!r}) must be one of {sorted({b for b, _ in self.shapes})}")
-        if self._place is None:
-            raise ConfigError("prepare_dcp: no cache is bound, call prepare_cache(kv_cache) first")
-        self._require_resident(shapes, self._steps)
+        try:
+            if not shapes:
+                raise ConfigError(f"prepare_dcp({batch!r}) must be one of {sorted({b for b, _ in self.shapes})}")
+            if self._place is None:
+                raise ConfigError("prepare_dcp: no cache is bound, call prepare_cache(kv_cache) first")
+            self._require_resident(shapes, self._steps)
+        except BaseException as error:
+            self._box.fail("prepare_dcp", error)
+            raise
         self._box.agree("prepare_dcp", {"shapes": shapes, "parity": self.parity})
 
     def run(
@@ -119,8 +128,8 @@ class PreparedDcp(PreparedMla):
         """The stages of a step, bound to its tensors; and its metadata, which may have been made here, to be held until
         all is launched."""
         try:
-            step = self._steps.get((projected.shape[0], q))
-            if step is None:
+            step, place_of = self._steps.get((projected.shape[0], q)), self._place
+            if step is None or place_of is None:
                 raise self._refusal(projected.shape[0], q)
             if totals is None:
                 raise ConfigError("run: totals is needed, int32 [R]: lengths are those of one rank's shard")
@@ -137,13 +146,14 @@ class PreparedDcp(PreparedMla):
                 strides is None
                 or source & 15
                 or target & 3
-                or (cache is not self._kv() and place(cache) != self._place)
+                or cache.data_ptr() != place_of[1]
+                or (cache is not self._kv() and place(cache) != place_of)
             ):
                 device = self._runtime.torch_device
                 require("run", step_problems(self._dims, projected.shape[0], q, device, totals=totals))
                 strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, TypeError):
             require(
                 "run",
                 tensor_problems(
@@ -154,7 +164,8 @@ class PreparedDcp(PreparedMla):
                     block_table=block_table,
                     lengths=lengths,
                     totals=totals,
-                ),
+                )
+                + q_problems(q),
             )
             raise
         keys, all_keys = lengths.data_ptr(), totals.data_ptr()
@@ -173,6 +184,8 @@ class PreparedDcp(PreparedMla):
         totals: Tensor | None = None,
     ) -> Tensor:  # bf16 [batch, D * H, 512]
         """The core alone, over the queries of all ranks that lie in this layer's mailbox and the local shard."""
+        given = {"cache": cache, "block_table": block_table, "lengths": lengths}
+        require("stock_core", tensor_problems({"totals": totals}, **given) + q_problems(q))
         step = self._steps.get((batch, q))
         if step is None:
             raise self._refusal(batch, q)
@@ -182,7 +195,7 @@ class PreparedDcp(PreparedMla):
         block_table, lengths, padded = pad_requests(step.requests, block_table, lengths, totals)
         assert padded is not None
         where = self._runtime.torch_device
-        bad = step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths)
+        bad = step_problems(self._dims, batch, q, where, block_table=block_table, lengths=lengths, totals=padded)
         require("stock_core", bad or table_problems(step, block_table))
         self._bind_core(step, block_table.data_ptr(), lengths.data_ptr(), block_table.stride(0), padded.data_ptr())
         step.core.launch_first(self._runtime.stream())

@@ -40,6 +40,9 @@ def choose(target: str, rows: int, q: int = 1, core: str = "auto", dcp: int = 1)
     """The core for `rows` rows of q per request. Raises ConfigError for a core that `target` cannot run."""
     if target not in SERVED:
         raise ConfigError(f"target={target!r} must be one of {', '.join(SERVED)}")
+    for what, number in (("rows", rows), ("q", q), ("dcp", dcp)):
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{what}={number!r} must be a positive int")
     cores = SERVED[target].cores
     if core not in ("auto", *cores):
         why = f"{target} cannot run it" if core in _ALL else "unknown"
