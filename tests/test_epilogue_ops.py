@@ -257,6 +257,51 @@ def test_bad_tensors_are_named_before_a_launch(device, op, kind, name, change, s
         assert torch.equal(before.view(torch.uint8), call.args["kv_cache"].view(torch.uint8))
 
 
+NO_TENSORS = [
+    ("prefill", "plain", "q"),
+    ("prefill", "plain", "k_nope"),
+    ("prefill", "fp8", "v"),
+    ("prefill", "fp8", "v_scale_inv"),
+    ("decode", "plain", "kv_cache"),
+    ("decode", "fp8", "ql_nope"),
+    ("context", "plain", "k_pe"),
+    ("context", "fp8", "v"),
+]
+
+
+@pytest.mark.parametrize("value", [None, [1.0]], ids=["None", "list"])
+@pytest.mark.parametrize(("op", "kind", "name"), NO_TENSORS)
+def test_what_is_no_tensor_is_named(device, op, kind, name, value):
+    call = ec.make(Case(op, kind))
+    where = call.args if name in call.args else call.kwargs
+    where[name] = value
+    with pytest.raises(ConfigError, match=f"{name} is {type(value).__name__}, must be a tensor"):
+        call.run(ops)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize("out", [5, (torch.zeros(1),), [torch.zeros(1)] * 3])
+def test_an_out_of_another_kind_is_named(device, out):
+    for op, kind in (("prefill", "fp8"), ("context", "fp8"), ("decode", "plain")):
+        with pytest.raises(ConfigError, match=r"out(\[0\])? (is|has|starts)"):
+            ec.make(Case(op, kind)).run(ops, out=out)
+    assert device.launches == []
+
+
+def test_what_cannot_be_prepared_is_named_and_changes_nothing(device):
+    before = ops._cache
+    for arguments, says in (
+        ((epilogue_keys(3), "cpu"), "device='cpu' must be a CUDA device"),
+        (([5], "cuda:0"), "keys has 5, must be EpilogueKeys"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ops.prepare_epilogues(*arguments)
+    with pytest.raises(ConfigError, match="cache=5 must be a CompileCache"):
+        ops.prepare_epilogues(epilogue_keys(3), "cuda:0", cache=5)
+    assert ops._cache is before
+    assert device.kernels.asked == []
+
+
 def test_all_problems_come_in_one_error(device):
     call = ec.make(Case("decode", "fp8"))
     call.args["slot_mapping"] = call.args["slot_mapping"].int()

@@ -11,15 +11,18 @@ and checks that they lie inside the cache (the table): it waits for the device, 
 Kernels come from the compile cache on first use; `prepare_epilogues` fetches them ahead, which a capture needs.
 """
 
+import functools
+import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from k3dsl.errors import CaptureError, ConfigError
+from k3dsl.checks import require, tensor_problems, torch_device
+from k3dsl.errors import CaptureError, ConfigError, K3Error
 from k3dsl.nvidia import driver as cuda
 from k3dsl.nvidia.device import TARGETS, read
 from k3dsl.nvidia.epilogue import ENTRY, MAX_HEADS, QK, EpilogueKey, V, division, geometry, share, supports
@@ -32,9 +35,39 @@ _MOST_PLANS = 512
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _tensors_only(call: _Call) -> _Call:
+    """`call`, whose errors for what is no tensor where one belongs say so. 0.3 us of host time."""
+    signature = inspect.signature(call)
+    optional = {name for name, parameter in signature.parameters.items() if parameter.default is None}
+    several = "tuple" in str(signature.parameters["out"].annotation)
+    others = {name for name, parameter in signature.parameters.items() if parameter.default is False}
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except (AttributeError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, K3Error):
+                raise
+            found = dict(signature.bind(*args, **kwargs).arguments)
+            out = found.pop("out", None)
+            found = {name: value for name, value in found.items() if name not in others}
+            maybe = {name: found.pop(name) for name in optional & found.keys()}
+            many = several and isinstance(out, tuple)
+            outs = {f"out[{i}]": one for i, one in enumerate(out)} if many else {"out": out}
+            require(call.__name__, tensor_problems(maybe | outs, **found))
+            raise
+
+    return cast(_Call, checked)
+
+
 # ---- public functions -------------------------------------------------------------------------------------------
 
 
+@_tensors_only
 def fused_mla_key_concat_kv_cache_insert(
     q: Tensor,  # [T, H, 192]; its last 64 are rotated in place
     k_nope: Tensor,  # [T, H, 128]
@@ -53,6 +86,7 @@ def fused_mla_key_concat_kv_cache_insert(
     return _prefill16("plain", q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, rope, out, debug)
 
 
+@_tensors_only
 def fused_mla_key_concat_ds_mla_insert(
     q: Tensor,
     k_nope: Tensor,
@@ -91,6 +125,7 @@ def _prefill16(
     return out
 
 
+@_tensors_only
 def fused_mla_qkv_quant_kv_cache_fp8_insert(
     q: Tensor,  # [T, H, 192]
     k_nope: Tensor,  # [T, H, 128]
@@ -117,12 +152,13 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
     assert out is not None
     given = {"k_nope": k_nope, "q": q, "k_pe": k_pe, "kv_c": kv_c_normed, "v": v, "cache": kv_cache}
     inverse = {"q_scale": q_scale_inv, "k_scale": k_scale_inv, "v_scale": v_scale_inv, "cache_scale": cache_scale_inv}
-    results = dict(zip(("q_out", "k_out", "v_out"), out, strict=True))
+    results = _results(("q_out", "k_out", "v_out"), out)
     given["slots"] = slot_mapping
     _launch("prefill", "fp8", given, results, inverse, positions, cos_sin_cache, debug)
     return out
 
 
+@_tensors_only
 def fused_mla_decode_q_concat_kv_cache_insert(
     ql_nope: Tensor,  # [B, H, 512], any token and head stride
     q_pe: Tensor,  # [B, H, 64]
@@ -157,6 +193,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
     return out
 
 
+@_tensors_only
 def context_pack(k_nope: Tensor, k_pe: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Chunked-context prefill: k [T, H, 192] = [k_nope [T, H, 128], k_pe [T, 64] on every head]. Never rotated."""
     if out is None:
@@ -165,6 +202,7 @@ def context_pack(k_nope: Tensor, k_pe: Tensor, *, out: Tensor | None = None) -> 
     return out
 
 
+@_tensors_only
 def context_pack_fp8(
     k_nope: Tensor, v: Tensor, k_pe: Tensor, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -174,9 +212,16 @@ def context_pack_fp8(
         shapes = ((*k_nope.shape[:2], n) for n in (QK, V))
         out = tuple(torch.empty(s, dtype=E4M3, device=k_nope.device) for s in shapes)
     assert out is not None
-    results = dict(zip(("k_out", "v_out"), out, strict=True))
+    results = _results(("k_out", "v_out"), out)
     _launch("context", "fp8", {"k_nope": k_nope, "v": v, "k_pe": k_pe}, results, {}, None, None, False)
     return out
+
+
+def _results(names: tuple[str, ...], out: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    if not isinstance(out, tuple) or len(out) != len(names):
+        what = f"{len(out)} tensors" if isinstance(out, tuple) else type(out).__name__
+        raise ConfigError(f"out is {what}, must be a tuple of {len(names)}")
+    return dict(zip(names, out, strict=True))
 
 
 # ---- launch -----------------------------------------------------------------------------------------------------
@@ -253,11 +298,18 @@ def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None, *, cache:
     `get_or_build` does, CacheMiss where it is sealed; CaptureError inside a capture, unless all are there already.
     """
     global _cache
+    where, keys = torch_device("cuda" if device is None else device), list(keys)
+    bad = [f"keys has {key!r}, must be EpilogueKeys" for key in keys if not isinstance(key, EpilogueKey)]
+    if where is None or where.type != "cuda":
+        bad.append(f"device={device!r} must be a CUDA device")
+    if cache is not None and not hasattr(cache, "get_or_build"):
+        bad.append(f"cache={cache!r} must be a CompileCache")
+    require("prepare_epilogues", bad)
     if cache is not None:
         with _lock:
             _cache = cache
-    index = torch.device("cuda" if device is None else device).index
-    index = torch.cuda.current_device() if index is None else index
+    assert where is not None
+    index = torch.cuda.current_device() if where.index is None else where.index
     for key in keys:
         _function(key, index, _stream(index))
 
