@@ -192,6 +192,11 @@ def place(t: Tensor) -> tuple[Any, ...]:
     return t.device, t.data_ptr(), t.shape, t.stride(), t.element_size()
 
 
+def lies_at(cache: Tensor, known: Tensor | None, where: tuple[Any, ...]) -> bool:
+    """Whether `cache` lies at `where`, a `place`. known: a tensor that did, whose memory may be another now."""
+    return cache.data_ptr() == where[1] and (cache is known or place(cache) == where)
+
+
 def layout(t: Tensor) -> tuple[Any, ...]:
     """What the checks of a step's tensor depend on, but its address: a layout that passed is not looked at again."""
     return t.dtype, t.get_device(), t.shape, t.stride()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from k3dsl.amd import keys as amd
 from k3dsl.dims import KV_BYTES, MlaDims
 from k3dsl.errors import ConfigError
-from k3dsl.nvidia.core import HOSTS, SERVED, Choice, choose
+from k3dsl.nvidia.core import HOSTS, SERVED, Choice, choose, lse_problems
 from k3dsl.nvidia.core.hopper import P_DTYPES
 from k3dsl.nvidia.dcp import MAX_HEADS as RANK_HEADS
 from k3dsl.nvidia.dcp import RANKS, interleave_problems
@@ -203,8 +203,8 @@ class Deployment:
             )
         if self.core not in ("auto", *served.cores):
             bad.append(f"core={self.core!r} must be auto or one of {', '.join(served.cores)} on {self.target}")
-        elif self.core == "trtllm" and type(self.dcp) is int and self.dcp > 1:
-            bad.append(f"core='trtllm' gives no LSE, which dcp={self.dcp} needs: it must be auto or tokenspeed")
+        elif type(self.dcp) is int and self.dcp > 1:
+            bad += lse_problems(self.core, self.dcp)
         return bad + self._bad_dims()
 
     def _bad_anywhere(self) -> list[str]:

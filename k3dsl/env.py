@@ -31,12 +31,11 @@ _BETWEEN: Final = re.compile(r":(?=/(?!/)|~|https?(?:\+rw)?://|$)")
 
 
 class Option(NamedTuple):
-    """One variable: how its text is read, what an unset one means, and what people are told of it."""
+    """One variable: how its text is read, and what people are told of it."""
 
     name: str
     field: str
     parse: Callable[[str], Any]
-    default: Any
     help: str
 
 
@@ -96,13 +95,11 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
 
 
 TABLE: Final = (
-    Option("K3DSL_CACHE_DIR", "cache_dir", _absolute, None, "folder of the compile cache (the user's cache folder)"),
-    Option("K3DSL_CACHE_LAYERS", "layers", split_layers, (), "read-only folders and http(s) URLs below it, first wins"),
-    Option("K3DSL_CACHE_MAX_BYTES", "max_bytes", size, None, "bound of the folder, e.g. 20G (none)"),
-    Option(
-        "K3DSL_CACHE", "mode", _one_of(MODES), None, "off: memory only; ro: write nothing; frozen: a miss is an error"
-    ),
-    Option("K3DSL_LOG", "log", _one_of(LEVELS), None, "log level on stderr: debug, info, warning or error"),
+    Option("K3DSL_CACHE_DIR", "cache_dir", _absolute, "folder of the compile cache (the user's cache folder)"),
+    Option("K3DSL_CACHE_LAYERS", "layers", split_layers, "read-only folders and http(s) URLs below it, first wins"),
+    Option("K3DSL_CACHE_MAX_BYTES", "max_bytes", size, "bound of the folder, e.g. 20G (none)"),
+    Option("K3DSL_CACHE", "mode", _one_of(MODES), "off: memory only; ro: write nothing; frozen: a miss is an error"),
+    Option("K3DSL_LOG", "log", _one_of(LEVELS), "log level on stderr: debug, info, warning or error"),
 )
 
 

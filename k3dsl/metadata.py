@@ -18,7 +18,7 @@ def pad_requests(
     rows = min(block_table.shape[0], lengths.shape[0])
     if rows >= batch:
         return block_table, lengths, totals
-    require("run", metadata_problems(block_table=block_table, lengths=lengths, totals=totals))
+    require("pad_requests", metadata_problems(block_table=block_table, lengths=lengths, totals=totals))
     table = torch.cat([block_table[:rows], block_table.new_zeros(batch - rows, block_table.shape[1])])
     return table, _padded(lengths, rows, batch), None if totals is None else _padded(totals, rows, batch)
 

@@ -83,14 +83,14 @@ def prepare(
     Layers on one device share executables and scratch memory, so their runs must be ordered, as on one stream. Raises
     ConfigError for weights that do not fit the plan or a device of another target, CaptureError inside a capture.
     """
+    from k3dsl.cache.arguments import kernel_cache_problems
     from k3dsl.checks import require, torch_device
     from k3dsl.nvidia.metadata import parity_problems
 
     if not isinstance(plan, Deployment):
         raise ConfigError(f"plan={plan!r} must be a Deployment")
     bad = parity_problems(parity)
-    if cache is not None:
-        bad += _no_cache(cache)
+    bad += kernel_cache_problems(cache)
     if dcp is not None and plan.target not in _NVIDIA:
         bad.append(f"dcp={dcp!r} must be None on {plan.target}, which takes no box")
     require("prepare", bad)
@@ -115,12 +115,6 @@ def _plans(plan: "Deployment | Iterable[Deployment]") -> list[Deployment]:
     if wrong:
         raise ConfigError(f"plan={wrong[0]!r} must be a Deployment")
     return plans
-
-
-def _no_cache(cache: Any) -> list[str]:
-    from k3dsl.cache import CompileCache
-
-    return [] if isinstance(cache, CompileCache) else [f"cache={cache!r} must be a CompileCache"]
 
 
 def builder_for(key: "CompileKey") -> "Build | None":
@@ -178,8 +172,10 @@ def warmup(
     means that it is there and loads. A key that fails is reported and the others go on. On Ctrl-C the compilers are
     ended and the cache is as if the unfinished keys had not been begun.
     """
+    from k3dsl.cache.arguments import kernel_cache_problems
+
     plans = _plans(plan)
-    bad = _no_cache(cache)
+    bad = ["cache=None must be a CompileCache"] if cache is None else kernel_cache_problems(cache)
     if type(jobs) is not int or jobs < 1:
         bad.append(f"jobs={jobs!r} must be a positive int")
     if bad:

@@ -17,7 +17,7 @@ from k3dsl.amd.mla_pre.key import MAX_BLOCKS, MlaPreBuild
 from k3dsl.amd.rank import MlaPreRank
 from k3dsl.amd.weights import arguments_of, oracle_weights, require_pre_attention
 from k3dsl.capture import guard
-from k3dsl.checks import layout, not_prepared, place, require, step_problems, tensor_problems
+from k3dsl.checks import layout, lies_at, not_prepared, place, require, step_problems, tensor_problems
 from k3dsl.dims import MlaDims
 from k3dsl.errors import ConfigError, NotPrepared
 from k3dsl.metadata import pad_requests
@@ -200,7 +200,7 @@ class PreparedMlaPre:
                 seen not in self._layouts
                 or (first | second | third) & 15
                 or first in (second, third)  # a layout says nothing of what shares memory: at least the same tensor
-                or (cache is not self._kv() and place(cache) != self._place)
+                or not lies_at(cache, self._kv(), self._place)
             ):
                 self._admit(seen, key, prefix, delta, blocks, cache, slots)
         except (AttributeError, IndexError, TypeError):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -11,6 +10,7 @@ from weakref import finalize
 
 from k3dsl import env
 from k3dsl.cache import session
+from k3dsl.cache.arguments import check_bytes, check_key, check_seconds, digest_of, digests_of
 from k3dsl.cache.entry import Build, Built, CorruptError, Entry, Manifest, manifest_of
 from k3dsl.cache.flight import Flight
 from k3dsl.cache.home import Home, find_root
@@ -65,8 +65,8 @@ class CompileCache:
     ) -> None:
         settings = env.settings()
         self.max_bytes = max_bytes if max_bytes is not None else settings.max_bytes
-        _check_bytes(self.max_bytes)
-        _check_seconds("lock_timeout", lock_timeout)
+        check_bytes(self.max_bytes)
+        check_seconds("lock_timeout", lock_timeout)
         off = settings.mode == "off"
         self.read_only = read_only or off or settings.mode == "ro"
         self.lock_timeout = lock_timeout
@@ -144,7 +144,7 @@ class CompileCache:
 
         What a warm-up asks after a build: that it is stored and sound, not merely that it was built.
         """
-        _check_key(key)
+        check_key(key)
         return self._from_disk(key) or self._from_layers(key)
 
     def __contains__(self, key: object) -> bool:
@@ -180,7 +180,7 @@ class CompileCache:
     # How a key is found
 
     def _find(self, key: CompileKey) -> Entry | None:
-        _check_key(key)
+        check_key(key)
         return self._from_memory(key) or self._from_disk(key) or self._from_layers(key)
 
     def _from_memory(self, key: CompileKey) -> Entry | None:
@@ -300,7 +300,7 @@ class CompileCache:
         """Where `key` is, or which entry is nearest and in which fields it differs. Asks no server, counts nothing."""
         from k3dsl.cache import explain
 
-        _check_key(key)
+        check_key(key)
         return explain.explain(self, key, in_memory=key.digest in self._memory)
 
     def entries(self) -> Iterator[Entry]:
@@ -313,14 +313,14 @@ class CompileCache:
         """Keeps `keys` (or digests) from eviction, also those that are yet to be built. Pins outlive the process."""
         from k3dsl.cache import bound
 
-        digests = _digests(keys)
+        digests = digests_of(keys)
         self._home.write(lambda folder: bound.pin(folder, digests))
 
     def unpin(self, keys: Iterable[CompileKey | str]) -> None:
         """Takes pins away."""
         from k3dsl.cache import bound
 
-        digests = _digests(keys)
+        digests = digests_of(keys)
         self._home.write(lambda folder: bound.unpin(folder, digests))
 
     def prune(
@@ -334,9 +334,9 @@ class CompileCache:
         """
         from k3dsl.cache import bound
 
-        _check_bytes(max_bytes)
+        check_bytes(max_bytes)
         if older_than is not None:
-            _check_seconds("older_than", older_than)
+            check_seconds("older_than", older_than)
         dry_run = dry_run or not self._home.writes
         limit = self.max_bytes if max_bytes is None else max_bytes
         folder = self._home.folder
@@ -357,7 +357,7 @@ class CompileCache:
 
     def remove(self, key: CompileKey | str) -> bool:
         """Removes an entry from memory and folder; whether it was there. Raises OSError if its files stay."""
-        digest = _digest(key)
+        digest = digest_of(key)
         paths = self._home.folder.paths_of(digest) if self._home.folder is not None else []
         if paths and self.read_only:
             raise OSError(errno.EROFS, "this cache only reads", paths[0])
@@ -406,7 +406,7 @@ class CompileCache:
         """
         from k3dsl.cache import bundle
 
-        return bundle.export(self, path, keys=None if keys is None else _digests(keys), target=target)
+        return bundle.export(self, path, keys=None if keys is None else digests_of(keys), target=target)
 
     def import_bundle(
         self,
@@ -485,34 +485,6 @@ class CompileCache:
         where = f"kept in {kept}" if kept else "left where it is"
         env.logger().info("compile cache: %s entry of %s not used: %s; %s", reason, origin.name, error, where)
         self._session.flush()
-
-
-def _digest(key: CompileKey | str) -> str:
-    digest = key.digest if isinstance(key, CompileKey) else key
-    if not isinstance(digest, str) or not is_digest(digest):
-        raise ConfigError(f"key={key!r} must be a CompileKey or a full digest (64 hex digits)")
-    return digest
-
-
-def _digests(keys: Iterable[CompileKey | str]) -> list[str]:
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
-        raise ConfigError(f"keys={keys!r} must be several CompileKeys or full digests, [key] for one")
-    return [_digest(key) for key in keys]
-
-
-def _check_key(key: object) -> None:
-    if not isinstance(key, CompileKey):
-        raise ConfigError(f"key={key!r} must be a CompileKey")
-
-
-def _check_bytes(count: object) -> None:
-    if count is not None and (type(count) is not int or count < 0):
-        raise ConfigError(f"max_bytes={count!r} must be an int of at least 0, or None for no bound")
-
-
-def _check_seconds(name: str, seconds: object) -> None:
-    if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
-        raise ConfigError(f"{name}={seconds!r} must be a number of seconds from 0 to {threading.TIMEOUT_MAX:g}")
 
 
 def _leave(log: Session, used: dict[str | None, int]) -> None:

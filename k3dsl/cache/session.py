@@ -98,8 +98,6 @@ class Session:
     def __init__(self, root: str | None, trust: Trust, counts: Counts | None = None) -> None:
         self.counts = counts or Counts()
         self._written: Counter[str] = Counter()
-        self._slots: dict[str, int] = {}
-        self._free: list[int] = []
         self._root = root
         self._trust = trust
         self._file = -1

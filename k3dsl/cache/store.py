@@ -190,12 +190,12 @@ class Folder:
         if make_folder(path, mode):
             _sync_folder(parent)
 
-    def places(self, target: str | None = None, *, onerror: OnError | None = None) -> Iterator[Place]:
+    def places(self, *, onerror: OnError | None = None) -> Iterator[Place]:
         """Every entry that stands here, in the order of target and digest.
 
         A folder that cannot be listed raises OSError; with `onerror` it is told that and the walk goes on, as os.walk.
         """
-        for name in [target] if target else listing(self._entries, onerror):
+        for name in listing(self._entries, onerror):
             for shard in listing(f"{self._entries}/{name}", onerror):
                 for digest in listing(f"{self._entries}/{name}/{shard}", onerror):
                     if is_digest(digest) and digest[:2] == shard:

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from k3dsl.cache import CompileCache, CompileKey, Entry, Manifest
 
 
-def open_cache(**options: Any) -> "CompileCache":
+def open_cache() -> "CompileCache":
     from k3dsl.cache import CompileCache
 
-    return CompileCache(**options)
+    return CompileCache()
 
 
 class Ambiguous(ConfigError):

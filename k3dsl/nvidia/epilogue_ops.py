@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from k3dsl.cache.arguments import kernel_cache_problems
 from k3dsl.checks import require, tensor_problems, torch_device
 from k3dsl.errors import CaptureError, ConfigError, K3Error
 from k3dsl.nvidia import driver as cuda
@@ -302,8 +303,7 @@ def prepare_epilogues(keys: Iterable[EpilogueKey], device: Any = None, *, cache:
     bad = [f"keys has {key!r}, must be EpilogueKeys" for key in keys if not isinstance(key, EpilogueKey)]
     if where is None or where.type != "cuda":
         bad.append(f"device={device!r} must be a CUDA device")
-    if cache is not None and not hasattr(cache, "get_or_build"):
-        bad.append(f"cache={cache!r} must be a CompileCache")
+    bad += kernel_cache_problems(cache)
     require("prepare_epilogues", bad)
     if cache is not None:
         with _lock:

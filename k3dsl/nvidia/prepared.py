@@ -7,10 +7,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from k3dsl.cache.arguments import kernel_cache_problems
 from k3dsl.checks import (
     cache_problems,
     kv_format_of,
     layout,
+    lies_at,
     not_prepared,
     place,
     q_problems,
@@ -24,8 +26,8 @@ from k3dsl.errors import ConfigError
 from k3dsl.metadata import pad_requests
 from k3dsl.nvidia.core import SERVED, choose, hopper, tokenspeed
 from k3dsl.nvidia.layer import ShapeKeys, shape_keys
-from k3dsl.nvidia.metadata import parity_problems, table_problems
-from k3dsl.nvidia.query import ELEMENT, ENTRY, LATENT, MAX_ROWS
+from k3dsl.nvidia.metadata import parity_problems, scratch_problems, table_problems
+from k3dsl.nvidia.query import LATENT
 from k3dsl.nvidia.runtime import Runtime, Workspace, runtime_of
 from k3dsl.nvidia.stages import HopperCore, MlaQuery, MlaValue
 from k3dsl.nvidia.stages_packages import TokenspeedCore, TrtllmCore
@@ -123,8 +125,7 @@ class PreparedMla:
             wrong.append(f"page_size={page_size!r} must be one of {', '.join(map(str, pages))}, or None for any")
         if not isinstance(query_scratch, Tensor):
             wrong.append(f"query_scratch is {type(query_scratch).__name__}, must be a tensor")
-        if cache is not None and not hasattr(cache, "get_or_build"):
-            wrong.append(f"cache={cache!r} must be a CompileCache, or None for the user's")
+        wrong += kernel_cache_problems(cache)
         require("PreparedMla", wrong)
         self.shapes = plan.shapes()
         self.max_context, self.parity = plan.max_context, parity
@@ -195,21 +196,15 @@ class PreparedMla:
         that is not in `shapes`, and ConfigError, once a layout of the tensors, for one that the kernels do not take.
         """
         try:
-            step, bound = self._steps.get((projected.shape[0], q)), self._place
-            if step is None or bound is None:
+            step, where = self._steps.get((projected.shape[0], q)), self._place
+            if step is None or where is None:
                 raise self._refusal(projected.shape[0], q)
             if lengths.shape[0] < step.requests or block_table.shape[0] < step.requests:
                 block_table, lengths, totals = pad_requests(step.requests, block_table, lengths, totals)
             seen = (q, layout(projected), layout(out), layout(slots), layout(block_table), layout(lengths))
             strides = self._layouts.get(seen)
             source, target = projected.data_ptr(), out.data_ptr()
-            if (
-                strides is None
-                or source & 15
-                or target & 3
-                or cache.data_ptr() != bound[1]
-                or (cache is not self._kv() and place(cache) != bound)
-            ):
+            if strides is None or source & 15 or target & 3 or not lies_at(cache, self._kv(), where):
                 strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)
             pitch, table_stride = strides
         except (AttributeError, IndexError, TypeError):
@@ -290,28 +285,10 @@ class PreparedMla:
         bad = cache_problems(kv, kv_format=kv_format, page_size=self._page_size, device=self._runtime.torch_device)
         if page not in served.pages:
             bad.append(f"cache has pages of {page} tokens, must be one of {', '.join(map(str, served.pages))}")
-        bad += self._scratch_problems(kv_format)
+        rows = max(rows for rows, _ in self.shapes)
+        bad += scratch_problems(self._scratch, rows, self._dims.heads, kv_format, self._runtime.torch_device)
         require("prepare_cache", bad)
         return kv_format
-
-    def _scratch_problems(self, kv_format: str) -> list[str]:
-        scratch, element, where = self._scratch, ELEMENT[kv_format], self._runtime.torch_device
-        rows = max(rows for rows, _ in self.shapes)
-        width = scratch.shape[2] * scratch.element_size() if scratch.dim() == 3 else 0
-        if (
-            width != ENTRY * element
-            or scratch.shape[1] != self._dims.heads
-            or scratch.shape[0] < rows
-            or not scratch.is_contiguous()
-            or scratch.data_ptr() % 16
-            or scratch.device.type != where.type
-            or (where.index is not None and scratch.device.index != where.index)
-        ):
-            return [
-                f"query_scratch is {scratch.dtype} {list(scratch.shape)} on {scratch.device}, must be contiguous "
-                f"uint8 [{MAX_ROWS}, {self._dims.heads}, {ENTRY * element}] on the device for a {kv_format} cache"
-            ]
-        return []
 
     def _keys(self, rows: int, q: int, kv_format: str, page: int) -> ShapeKeys:
         device = self._runtime.device

@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from k3dsl.checks import layout, place, q_problems, require, step_problems, tensor_problems
+from k3dsl.checks import layout, lies_at, place, q_problems, require, step_problems, tensor_problems
 from k3dsl.errors import ConfigError
 from k3dsl.metadata import pad_requests
 from k3dsl.nvidia import dcp
@@ -128,8 +128,8 @@ class PreparedDcp(PreparedMla):
         """The stages of a step, bound to its tensors; and its metadata, which may have been made here, to be held until
         all is launched."""
         try:
-            step, place_of = self._steps.get((projected.shape[0], q)), self._place
-            if step is None or place_of is None:
+            step, where = self._steps.get((projected.shape[0], q)), self._place
+            if step is None or where is None:
                 raise self._refusal(projected.shape[0], q)
             if totals is None:
                 raise ConfigError("run: totals is needed, int32 [R]: lengths are those of one rank's shard")
@@ -142,13 +142,7 @@ class PreparedDcp(PreparedMla):
             seen = (q, *map(layout, (projected, out, slots, block_table, lengths, totals)))
             strides = self._layouts.get(seen)
             source, target = projected.data_ptr(), out.data_ptr()
-            if (
-                strides is None
-                or source & 15
-                or target & 3
-                or cache.data_ptr() != place_of[1]
-                or (cache is not self._kv() and place(cache) != place_of)
-            ):
+            if strides is None or source & 15 or target & 3 or not lies_at(cache, self._kv(), where):
                 device = self._runtime.torch_device
                 require("run", step_problems(self._dims, projected.shape[0], q, device, totals=totals))
                 strides = self._admit(seen, projected, out, cache, slots, block_table, lengths, q)

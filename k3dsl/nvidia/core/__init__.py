@@ -36,6 +36,13 @@ class Choice:
     reason: str
 
 
+def lse_problems(core: str, dcp: int) -> list[str]:
+    """Why ranks cannot share contexts on that core."""
+    if core != "trtllm" or dcp == 1:
+        return []
+    return [f"core='trtllm' gives no LSE, which dcp={dcp} needs: it must be auto or tokenspeed"]
+
+
 def choose(target: str, rows: int, q: int = 1, core: str = "auto", dcp: int = 1) -> Choice:
     """The core for `rows` rows of q per request. Raises ConfigError for a core that `target` cannot run."""
     if target not in SERVED:
@@ -48,8 +55,8 @@ def choose(target: str, rows: int, q: int = 1, core: str = "auto", dcp: int = 1)
         why = f"{target} cannot run it" if core in _ALL else "unknown"
         raise ConfigError(f"core={core!r} ({why}) must be auto or one of {', '.join(cores)} on {target}")
     if dcp > 1 and "tokenspeed" in cores:
-        if core == "trtllm":
-            raise ConfigError(f"core='trtllm' gives no LSE, which dcp={dcp} needs: it must be auto or tokenspeed")
+        if bad := lse_problems(core, dcp):
+            raise ConfigError(bad[0])
         return Choice("tokenspeed", f"dcp={dcp}: the only core of {target} that gives an LSE")
     if core != "auto":
         return Choice(core, f"core={core!r} was asked for")
